@@ -60,7 +60,7 @@ class Start:
         if not self.updates:
             return ""
         return (
-            f" Problems come in their order (`data.shuffle False`): numbers up to {curriculum.FIRST} in the first "
+            f" Problems come in their order (`data.order source`): numbers up to {curriculum.FIRST} in the first "
             f"step, up to {curriculum.LAST} from {100 * curriculum.RISE:g} % of the run on; 32 responses to each."
         )
 
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=30, help="RL steps of each run")
     parser.add_argument("--window", type=int, default=4, help="draft tokens per request and round")
-    parser.add_argument("--share", type=float, default=0.03, help="distillation.max_time_share")
+    parser.add_argument("--share", type=float, default=0.03, help="distillation.refresh")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the page and the picture")
     parser.add_argument("--start", choices=tuple(STARTS), default="cut", help="where the draft model comes from")
     parser.add_argument("--target", type=Path, help="the draft model is cut out of it; by default the warmed-up policy")

@@ -57,8 +57,8 @@ def recipe() -> Config:
     usual = quickstart.recipe()
     return replace(
         usual,
-        model=replace(usual.model, tiny=None, path=str(task_target("A"))),
+        model=replace(usual.model, path=str(task_target("A"))),
         warmup=WarmupConfig(),
-        data=replace(usual.data, train="problems.jsonl", eval=usual.data.train, shuffle=False),
+        data=replace(usual.data, train="problems.jsonl", eval=(usual.data.train,), order="source"),
         rollout=replace(usual.rollout, group_size=32),
     )

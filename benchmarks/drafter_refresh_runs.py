@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.disturbed_run import compared
 from benchmarks.trained_models import ROOT
 from specactor.metrics import Value, read_metrics
+from specactor.replay import records
 from specactor.run_folder import RunFolder
 
 LENGTH = "speculation/model/accept_length"
@@ -31,8 +32,9 @@ class Run:
     def read(cls, name: str, root: Path) -> Run:
         folder = RunFolder(root=root)
         digest = hashlib.blake2b(digest_size=16)
-        for file in sorted((root / "rollouts").glob("*.jsonl")):
-            digest.update(file.read_bytes())
+        for step in records.steps_of(root):
+            for sample in records.read(records.file_of(root, step)).samples:
+                digest.update(sample.tokens + repr(sample.reward).encode())
         facts = [{k: v for k, v in line.items() if not k.startswith("drafter/")} for line in compared(folder)]
         lines = [line for line in read_metrics(root) if int(line["step"]) > 0]
         return cls(name=name, lines=lines, tokens=digest.hexdigest(), facts=facts)
@@ -66,7 +68,7 @@ def start(root: Path, settings: Sequence[str], recipe: str = "quickstart") -> No
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *(str(ROOT / "launch" / "train_moe.py"), recipe, "--name", root.name, "--output-dir", str(root.parent)),
         *("--tracking.wandb", "off"),
-        *("--checkpoint.every", "0", "--checkpoint.export", "False", "--distillation.keep-rollouts", "True"),
+        *("--checkpoint.every", "0", "--checkpoint.export", "False"),
         *("--distillation.tokens-per-update", "256"),
     ]
     subprocess.run([*command, *settings], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
@@ -74,7 +76,7 @@ def start(root: Path, settings: Sequence[str], recipe: str = "quickstart") -> No
 
 def refreshing(when: str, share: float) -> list[str]:
     """Settings of `distillation`."""
-    return ["--distillation.refresh", when, "--distillation.max-time-share", str(share)]
+    return ["--distillation.refresh", str(share if when == "every_step" else 0)]
 
 
 def drafting(draft: Path, window: int) -> list[str]:

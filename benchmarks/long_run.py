@@ -31,12 +31,11 @@ SETTLED = 100  # steps, after which nothing may grow
 KILLED = (250, 500, 750)  # steps in whose rollout the engine is killed
 LONG = (
     *("--train.steps", str(STEPS), "--resume", "auto", "--checkpoint.every", "50", "--tracking.wandb", "off"),
-    *("--model.tiny.num-layers", "1", "--rollout.prompts-per-step", "2", "--rollout.group-size", "4"),
+    *("--model.path", "tiny:1", "--rollout.prompts-per-step", "2", "--rollout.group-size", "4"),
     *("--rollout.max-new-tokens", "24", "--eval.problems", "0", "--rollout.audit", "stop"),
     *("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model", "suffix"),
     *("--rollout.speculation.draft-model", "warm-up", "--rollout.speculation.window", "4"),
-    *("--distillation.refresh", "every_step", "--distillation.max-updates", "1"),
-    *("--distillation.max-time-share", "inf"),
+    *("--distillation.refresh", "inf", "--distillation.max-updates", "1"),
 )
 SCRIPT = "benchmarks/audit_everything.py"
 NAME = "long"

@@ -33,9 +33,8 @@ from specactor.data.tokenizer import VOCAB_SIZE
 from specactor.metrics import read_metrics
 from specactor.replay import records
 from specactor.replay.audit import gumbel
-from specactor.replay.command import config_of
+from specactor.replay.command import config_of, text_of
 from specactor.replay.compare import first_difference
-from specactor.replay.page import text_of
 from specactor.run_folder import WARM_UPS, RunFolder
 from specactor.trainer.microbatch import Shape, build, items_of
 from specactor.trainer.objective import compare_with_noise
@@ -73,7 +72,7 @@ HUNTED = next(iter(AUDITS))  # what it finds is replayed
 ALARM_STEPS = 1000
 ALARM = (
     *("--train.steps", str(ALARM_STEPS), "--resume", "auto", "--checkpoint.every", "50", "--tracking.wandb", "off"),
-    *("--model.tiny.num-layers", "1", "--rollout.prompts-per-step", "2", "--rollout.group-size", "4"),
+    *("--model.path", "tiny:1", "--rollout.prompts-per-step", "2", "--rollout.group-size", "4"),
     *("--rollout.max-new-tokens", "24", "--eval.problems", "0", "--rollout.audit", "stop"),
     *("--rollout.speculation.mode", "coupled", *RIGHT, "--rollout.speculation.window", "4"),
 )

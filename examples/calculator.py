@@ -64,7 +64,7 @@ def recipe() -> Config:
     return replace(
         base,
         name="calculator",
-        data=DataConfig(train="examples.calculator:train", eval="examples.calculator:held_out"),
+        data=DataConfig(train="examples.calculator:train", eval=("examples.calculator:held_out",)),
         warmup=WarmupConfig(solver="examples.calculator:solve", steps=(350, 60), learning_rates=(3e-3, 5e-4)),
         rollout=replace(base.rollout, max_new_tokens=32, stop=("=",)),
     )

@@ -13,7 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from specactor.config import Config, DataConfig, EvalConfig, ModelConfig, TinyModelConfig, WarmupConfig
+from specactor.config import Config, DataConfig, EvalConfig, ModelConfig, WarmupConfig
 from specactor.types import Problem
 
 
@@ -39,8 +39,8 @@ def recipe() -> Config:
     return replace(
         base,
         name="custom_reward",
-        model=ModelConfig(tiny=TinyModelConfig(num_layers=2), dtype="float32"),
-        data=DataConfig(train="problems/train.jsonl", eval="problems/eval.jsonl"),
+        model=ModelConfig(path="tiny:2", dtype="float32"),
+        data=DataConfig(train="problems/train.jsonl", eval=("problems/eval.jsonl",)),
         warmup=WarmupConfig(),
         rollout=replace(base.rollout, max_new_tokens=8),
         eval=EvalConfig(problems=64),

@@ -21,7 +21,7 @@ def recipe() -> Config:
             aggregation="token_mean",
             clip_low=0.2,
             clip_high=0.28,
-            dynamic_sampling=True,
+            dynamic_sampling="unequal",
             overlong_buffer=8,
         ),
         train=replace(base.train, updates_per_step=2),

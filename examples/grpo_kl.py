@@ -14,6 +14,6 @@ def recipe() -> Config:
     return replace(
         base,
         name="grpo_kl",
-        algorithm=AlgorithmConfig(advantage="grpo", loss="ppo_clip", aggregation="token_mean", kl="k3", kl_coef=0.01),
+        algorithm=AlgorithmConfig(advantage="grpo", loss="ppo_clip", aggregation="token_mean", kl_coef=0.01),
         train=replace(base.train, updates_per_step=4),
     )

@@ -2,7 +2,7 @@
 
     specactor recipes                 # none of these is a recipe: name them in yours, or on the command line
     --data.train examples.hooks:rows --algorithm.advantage examples.hooks:best_of_group
-    --algorithm.dynamic-sampling True --algorithm.group-filter examples.hooks:not_hopeless
+    --algorithm.dynamic-sampling examples.hooks:not_hopeless
     --algorithm.loss examples.hooks:weighted_logprobs
 
 The forms stand in `specactor.hooks`. Copy the file: any module on the Python path will do.

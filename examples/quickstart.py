@@ -15,7 +15,6 @@ from specactor.config import (
     ModelConfig,
     ParallelConfig,
     RolloutConfig,
-    TinyModelConfig,
     TrainConfig,
     WarmupConfig,
 )
@@ -24,7 +23,7 @@ from specactor.config import (
 def recipe() -> Config:
     return Config(
         name="quickstart",
-        model=ModelConfig(tiny=TinyModelConfig(), dtype="float32"),
+        model=ModelConfig(path="tiny", dtype="float32"),
         data=DataConfig(
             train="count_bits", params={"min_n": 1, "max_n": 9999, "size": 20_000}, prompt_template="{number}="
         ),

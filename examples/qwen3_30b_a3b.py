@@ -34,8 +34,8 @@ def recipe() -> Config:
     return Config(
         name="qwen3_30b_a3b",
         model=ModelConfig(path="models/Qwen3-30B-A3B", dtype="bfloat16"),
-        data=DataConfig(train="data/math_train.jsonl", eval="data/math_eval.jsonl"),
-        parallel=ParallelConfig(tensor=4, expert=8, engines=16, engine_tensor=4, timeout_s=1800),
+        data=DataConfig(train="data/math_train.jsonl", eval=("data/math_eval.jsonl",)),
+        parallel=ParallelConfig(tensor=4, expert=8, engines=16, engine_tensor=4),
         rollout=RolloutConfig(
             prompts_per_step=128,
             group_size=16,
@@ -65,7 +65,7 @@ def recipe() -> Config:
         ),
         weights_sync=WeightsSyncConfig(bucket_bytes=2**30),
         # a draft model that was pretrained has little to learn: the default rate is for one that was made for the run
-        distillation=DistillationConfig(refresh="every_step", learning_rate=1e-5),
+        distillation=DistillationConfig(refresh=0.03, learning_rate=1e-5),
         checkpoint=CheckpointConfig(every=20),
         eval=EvalConfig(problems=500, every=20),
         tracking=TrackingConfig(wandb="online"),

@@ -25,7 +25,7 @@ def recipe() -> Config:
             aggregation="token_mean",
             clip_low=0.2,
             clip_high=0.28,
-            dynamic_sampling=True,
+            dynamic_sampling="unequal",
             overlong_buffer=1024,
         ),
         weights_sync=WeightsSyncConfig(bucket_bytes=2**29),

@@ -7,6 +7,7 @@ ranks go on with the same values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import cast
 
 from specactor import hooks, measurements, samples
@@ -29,53 +30,34 @@ from specactor.types import ScoredGroup, TrainSequence
 from specactor.weights_sync.sender import SyncReport, WeightSender, WeightSource
 
 
+@dataclass(eq=False)
 class SpecActor:
     """The policy in training, its rollouts, and where the run stands."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        trainer: PolicyTrainer,
-        devices: DeviceMemory,
-        rollouts: RolloutCollector,
-        sender: WeightSender,
-        weights: WeightSource,
-        collective: Collective,
-        progress: Progress,
-        distillation: Distillation | None,
-        on_trace: Callable[[int, Sequence[Mapping[str, Sequence[Span]]]], None],
-        on_groups: Callable[[int, Sequence[ScoredGroup]], None],
-        recorder: StepRecorder,
-        audit: Audit,
-    ) -> None:
-        """
-        Args:
-            distillation: what keeps the draft model fresh, if anything does.
-            on_trace: takes the spans of a traced step, per host and process.
-            on_groups: takes the scored responses of each step.
-            recorder: keeps what makes a step repeatable.
-            audit: has responses begun again by other engines.
-        """
-        self.config = config
-        self.trainer = trainer
-        self.devices = devices
-        self.rollouts = rollouts
-        self.sender = sender
-        self.weights = weights
-        self.collective = collective
-        self.progress = progress
-        self.distillation = distillation
-        self.on_trace = on_trace
-        self.on_groups = on_groups
-        self.recorder = recorder
-        self.audit = audit
-        self.steps_done = 0
-        self.version = 0
-        self._pushed: dict[str, float] = {}
-        """What the last push of the draft model did."""
-        self._sync_s = self._step_s = 0.0
-        """Of the step before."""
+    config: Config
+    _: KW_ONLY
+    trainer: PolicyTrainer
+    devices: DeviceMemory
+    rollouts: RolloutCollector
+    sender: WeightSender
+    weights: WeightSource
+    collective: Collective
+    progress: Progress
+    distillation: Distillation | None
+    """It keeps the draft model fresh, if that is wanted."""
+    on_trace: Callable[[int, Sequence[Mapping[str, Sequence[Span]]]], None]
+    """It takes the spans of a traced step, per host and process."""
+    recorder: StepRecorder
+    """It keeps what makes a step repeatable."""
+    audit: Audit
+    """It has responses begun again by other engines."""
+    steps_done: int = 0
+    version: int = 0
+    _pushed: dict[str, float] = field(default_factory=dict)
+    """What the last push of the draft model did."""
+    _sync_s: float = 0.0
+    _step_s: float = 0.0
+    """Of the step before."""
 
     @property
     def pool(self) -> EnginePool:
@@ -94,7 +76,6 @@ class SpecActor:
         groups = self.rollouts.collect(self.steps_done)
         rollout = self.rollouts.take_stats()
         self.pool.update_wake_belief(rollout.counts)
-        self.on_groups(step, groups)
         audited = self.audit.look(step, self.version, groups, step_s=self._step_s)
         batch = self.learnable(groups)
         if self.distillation is not None:  # the draft model learns from all of them on every rank

@@ -22,9 +22,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from specactor.config import Config
-from specactor.config.engine import guarantee
+from specactor.config.rollout import guarantee
 from specactor.errors import ConfigError
-from specactor.parallel.addresses import own_addresses, within
 from specactor.parallel.devices import Devices, detect
 from specactor.parallel.layout import ModelShape
 from specactor.replay.records import reach
@@ -295,18 +294,4 @@ def _recipe(config: Config) -> list[Finding]:
         if source.path and ":" not in source.path and not Path(source.path).is_file():
             remedy = f"Correct --{name}."
             findings.append(Finding(component=name, found=f"{source.path} is not a file", fatal=True, remedy=remedy))
-    return findings + _drafter_network(config.parallel.drafter_network)
-
-
-def _drafter_network(network: str) -> list[Finding]:
-    """Return whether drafters of this host could listen in the network that a recipe names."""
-    if not network:
-        return []
-    found = within(network)
-    return [
-        Finding(
-            component="drafter network",
-            found=f"{found} in {network}" if found else f"no address in {network}, only {own_addresses()}",
-            remedy="" if found else "Correct --parallel.drafter-network, or leave it out, if drafters run here.",
-        )
-    ]
+    return findings

@@ -48,7 +48,7 @@ class Advantage(Protocol):
 
 
 class GroupFilter(Protocol):
-    """It says whether a group is learned from; ``algorithm.group_filter``."""
+    """It says whether a group is learned from; ``algorithm.dynamic_sampling``."""
 
     def __call__(self, group: ScoredGroup, /) -> bool: ...
 
@@ -82,8 +82,8 @@ def check(config: Config) -> None:
         hook("algorithm.advantage", config.algorithm.advantage, "rewards")
     if ":" in config.algorithm.loss:
         hook("algorithm.loss", config.algorithm.loss, "logprobs_T, old_logprobs_T, advantages_T")
-    if config.algorithm.group_filter:
-        hook("algorithm.group_filter", config.algorithm.group_filter, "group")
+    if ":" in config.algorithm.dynamic_sampling:
+        hook("algorithm.dynamic_sampling", config.algorithm.dynamic_sampling, "group")
 
 
 def called(setting: str, name: str, function: Callable[..., Any], *arguments: object) -> Any:
@@ -130,7 +130,7 @@ def loss_by(name: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T:
 
 def keeps(name: str, group: ScoredGroup) -> bool:
     """Return whether the hook keeps the group. Raises DataError for an answer that is not a bool."""
-    setting = "algorithm.group_filter"
+    setting = "algorithm.dynamic_sampling"
     kept = called(setting, name, hook(setting, name, "group"), group)
     if not isinstance(kept, bool):
         raise DataError(f"{setting}: {name} returned {kept!r:.200}, expected True or False. Correct it.")

@@ -16,7 +16,7 @@ from specactor.trainer.advantages import informative
 from specactor.types import ScoredGroup, TrainSequence, Trajectory
 
 if TYPE_CHECKING:  # these import torch, or start processes
-    from specactor.rollout.open_groups import OpenGroup
+    from specactor.rollout.resume import OpenGroup
     from specactor.trainer.policy import TrainStats
     from specactor.weights_sync.sender import SyncReport
 

@@ -42,7 +42,7 @@ METRICS: dict[str, str] = {
     "policy/loss": "what the optimizer minimises",
     "policy/entropy": "nats per response token, under the policy that trained",
     "policy/clip_fraction": "share of response tokens (gspo: sequences) whose ratio was clipped",
-    "policy/kl": "nats per response token towards the reference model, with algorithm.kl",
+    "policy/kl": "nats per response token towards the reference model, with algorithm.kl_coef",
     "policy/grad_norm": "global gradient norm before clipping",
     "policy/learning_rate": "of the step's last optimizer update",
     "agreement/logprob_gap_max": "largest |engine - trainer| log-probability of a sampled token, nats",
@@ -85,8 +85,8 @@ METRICS: dict[str, str] = {
 """Name -> unit and meaning. Shares lie in 0..1."""
 
 HELD_OUT: dict[str, str] = {
-    "SET": "as accuracy/eval, of a further set of eval.sets",
-    "SET/pass@K": "chance that one of K samples is right, with eval.samples; SET is eval for data.eval",
+    "SET": "as accuracy/eval, of a further set of data.eval",
+    "SET/pass@K": "chance that one of K samples is right, with eval.samples; SET is eval for the first of data.eval",
 }
 """After ``accuracy/`` -> unit and meaning."""
 
@@ -150,7 +150,7 @@ AUDIT: dict[str, str] = {
     "unpicked": "of these tokens, those that it does not pick",
 }
 """Last part of ``audit/...`` -> unit and meaning, with rollout.audit; the first four in steps that an audit had time
-for, the others without penalties, top-p, top-k and min-p."""
+for, the others without top-p and top-k."""
 TAIL: dict[str, str] = {
     "drafters_woken": "times that the drafter on the device of an engine that had run dry was to be woken",
     "groups_moved": "groups that waited for an engine of one rank, and that another rank with room began",

@@ -53,6 +53,25 @@ USUAL_NAMES = {
     "cp": "parallel.context",
 }
 """Short names that other systems use, and the field that is meant."""
+REMOVED: dict[str, tuple[tuple[object, ...], str]] = {
+    "model.tiny": ((None,), "Use --model.path tiny, or tiny:LAYERS."),
+    "data.shuffle": ((True,), "Use --data.order source."),
+    "data.curriculum": ((False,), "Use --data.order curriculum."),
+    "parallel.drafter_network": (("",), "Set GLOO_SOCKET_IFNAME to the interface by which the hosts reach each other."),
+    "parallel.timeout_s": ((600.0, 1800, 1800.0), "Ranks wait for each other for half an hour."),
+    "rollout.min_p": ((0.0,), "Use --rollout.top-p."),
+    "rollout.frequency_penalty": ((0.0,), "The trainer's log-probabilities have no penalties."),
+    "rollout.presence_penalty": ((0.0,), "The trainer's log-probabilities have no penalties."),
+    "rollout.repetition_penalty": ((1.0,), "The trainer's log-probabilities have no penalties."),
+    "algorithm.kl": (("off", "k3"), "--algorithm.kl-coef is the weight of a k3 penalty."),
+    "algorithm.group_filter": (("",), "Give the function to --algorithm.dynamic-sampling."),
+    "algorithm.overlong_penalty": ((1.0,), "The reward falls by 1."),
+    "train.min_learning_rate": ((0.0,), "Schedules fall to 0."),
+    "distillation.max_time_share": ((0.03,), "Give the share to --distillation.refresh."),
+    "distillation.keep_rollouts": ((False,), "Use --tracking.record full, and the folder records/ of the run."),
+    "eval.sets": (([],), "Name them after the first of --data.eval."),
+}
+"""Settings that runs had -> values with which nothing is lost, and what to do for others."""
 
 
 def recipes() -> dict[str, str]:
@@ -110,10 +129,6 @@ def load_or_exit(argv: Sequence[str], *, prog: str = "train_moe.py", quiet: bool
 
 def override(config: Config, argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
     """`config` with ``--key.path value`` pairs applied; '-' and '_' mean the same in a key."""
-    flags = [word.partition("=")[0] for word in argv]
-    if "--model.path" in flags and config.model.tiny is not None:  # a folder takes the tiny model's place
-        config = replace(config, model=replace(config.model, tiny=None, path="given on the command line"))
-
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_key_values)
     with one_line_errors(argv, lambda token: _unknown_key(token, config)):
@@ -135,10 +150,12 @@ def to_json(config: Config) -> dict[str, Any]:
 
 def from_json(plain: Mapping[str, Any]) -> Config:
     """The config that `to_json` was given. Raises ConfigError for unknown keys, wrong types and invalid settings."""
-    plain = json.loads(json.dumps(plain))
-    speculation = plain.get("rollout", {}).get("speculation", {})
-    if isinstance(speculation.get("draft_model"), str):  # until there could be several
-        speculation["draft_model"] = list(filter(None, [speculation["draft_model"]]))
+    plain = dict(json.loads(json.dumps(plain)))
+    for section, name in (("rollout.speculation", "draft_model"), ("data", "eval")):
+        found = _section(plain, section)
+        if isinstance(found.get(name), str):  # until there could be several
+            found[name] = list(filter(None, [found[name]]))
+    _drop_removed(plain)
     try:
         config = _whole(msgspec.convert(plain, Config))
     except msgspec.ValidationError as error:
@@ -147,6 +164,23 @@ def from_json(plain: Mapping[str, Any]) -> Config:
         raise ConfigError(f"config: {error}. Correct the file, or start from a recipe.") from None
     _refuse_unknown(plain, to_json(config), "")
     return config
+
+
+def _section(plain: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return a section of a config, empty where it is not there."""
+    for name in filter(None, path.split(".")):
+        part = plain.get(name)
+        plain = part if isinstance(part, dict) else {}
+    return plain
+
+
+def _drop_removed(plain: dict[str, Any]) -> None:
+    """Leave out settings that are no more. Raises ConfigError for one that did something."""
+    for path, (idle, way) in REMOVED.items():
+        section, _, name = path.rpartition(".")
+        found = _section(plain, section)
+        if name in found and found.pop(name) not in idle:
+            raise ConfigError(f"config: {path} is no setting any more. {way}")
 
 
 def keep_imports(run: Path) -> None:
@@ -321,6 +355,8 @@ def _unknown_key(token: str, config: Config) -> str:
             f"command line: got {token!r}, expected --key.path value. Put two dashes before a key, one value after it."
         )
     key = token.partition("=")[0].removeprefix("--").replace("-", "_")
+    if gone := next((way for path, (_, way) in REMOVED.items() if f"{key}.".startswith(f"{path}.")), ""):
+        return f"{token.partition('=')[0]} is no setting any more. {gone}"
     owner = next((name for name in _keys(config) if key.startswith(f"{name}.")), None)
     if owner:
         flag = "--" + owner.replace("_", "-")

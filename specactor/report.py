@@ -41,7 +41,6 @@ PHASES = dict(
     checkpoint="#9a9a9a",
 )
 """Phases of an RL step in their order, with their colours."""
-TINY = ("num_layers", "hidden_size", "num_experts")
 SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 EVAL, GAP = "accuracy/eval", "agreement/logprob_gap_max"
 BARE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True}
@@ -153,9 +152,8 @@ def page(run: Run) -> str:
 def facts(run: Run) -> Rows:
     """Return (name, value) of the recipe, without settings that config.json lacks."""
     get, mode = run.setting, run.setting("rollout.speculation.mode")
-    tiny = [f"{key.replace('_', ' ')} {get(f'model.tiny.{key}')}" for key in TINY if get("model.tiny")]
     rows: dict[str, Iterable[Any]] = {
-        "Model": [get("model.path") or ", ".join(tiny) or None, get("model.dtype")],
+        "Model": [get("model.path"), get("model.dtype")],
         "Task": [get("data.train")],
         "Layout": [f"{name} {size}" for name in SIZES if (size := get(f"parallel.{name}")) not in (None, 1)],
         "Engines": [get("parallel.engines")],

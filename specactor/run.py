@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +12,10 @@ from pathlib import Path
 from torch._C._distributed_c10d import Store
 from transformers import PreTrainedTokenizerBase
 
-from specactor import hooks, measurements, samples
+from specactor import hooks, measurements
 from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
-from specactor.config.engine import guarantee
-from specactor.config.run import set_name
+from specactor.config.rollout import guarantee
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.environment import environment_of
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
@@ -57,7 +56,6 @@ from specactor.trainer.drafter.refresh import Distillation, left_behind
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import GatheredWeights, RankShards
 from specactor.trainer.warmup import find_solver, initial_model, warmed_up_model, with_draft_model
-from specactor.types import ScoredGroup
 from specactor.weights_sync.sender import WeightSender, WeightSource
 
 
@@ -162,27 +160,19 @@ def _build(
         config = with_draft_model(config, base, train_data, tokenizer, collective, progress)
         return_unused()  # the warm-up's trainer is gone
     pool, drafters = _start_engines(config, start, folder, collective, members, head, progress, stack)
-    sender = WeightSender(config.weights_sync, collective)
-    stack.callback(sender.close)
+    sender = stack.enter_context(closing(WeightSender(config.weights_sync, collective)))
     devices = DeviceMemory(collective, pool, is_shared=bool(gpus()))
     with progress.phase("engines", announce=True):
         trainer = devices.start(
             lambda: PolicyTrainer(config, layout, base, critic=Critic.of(config, layout, base)),
             others=[("drafter start", drafters.wait_ready)],
         )
-    distillation = _distillation(config, trainer, pool, drafters, collective, progress)
-    if distillation is not None:
-        stack.callback(distillation.close)
-    grading = Grading(
-        timeout_s=config.rollout.environment_timeout_s,
-        log_file=str((folder.engines / f"verifiers-{collective.rank}.log").resolve()),
-    )
-    stack.callback(grading.close)
+    distillation = _distillation(config, trainer, pool, drafters, collective, progress, stack)
     rollouts = RolloutCollector(
         config,
         pool=pool,
         drafters=drafters,
-        grading=grading,
+        grading=_grading(config, folder, collective, stack),
         collective=collective,
         tokenizer=tokenizer,
         train_data=train_data,
@@ -203,13 +193,18 @@ def _build(
         progress=progress,
         distillation=distillation,
         on_trace=folder.write_traces if collective.rank == 0 else lambda step, spans: None,
-        on_groups=_rollout_writer(config, folder, collective.rank),
-        recorder=StepRecorder(
-            folder.root, to_json(config), config.tracking.record, trainer=trainer, collective=collective
-        ),
+        recorder=StepRecorder(config, folder.root, trainer=trainer, collective=collective),
         audit=Audit(config, pool=pool, collective=collective, progress=progress),
     )
     return actor
+
+
+def _grading(config: Config, folder: RunFolder, collective: Collective, stack: ExitStack) -> Grading:
+    """Return what scores this rank's responses."""
+    log_file = (folder.engines / f"verifiers-{collective.rank}.log").resolve()
+    grading = Grading(timeout_s=config.rollout.environment_timeout_s, log_file=str(log_file))
+    stack.callback(grading.close)
+    return grading
 
 
 def _start_engines(
@@ -255,13 +250,14 @@ def _distillation(
     drafters: DrafterPool,
     collective: Collective,
     progress: Progress,
+    stack: ExitStack,
 ) -> Distillation | None:
     """Return what keeps the draft model fresh, where that is wanted."""
     settings = DraftTrainingConfig.of(config.distillation)
-    if settings.refresh == "off":
+    if settings.refresh == 0:
         return None
     in_engine = "model" in config.rollout.speculation.in_engines
-    return Distillation(
+    distillation = Distillation(
         config,
         collective,
         recorder_of=lambda layers: trainer.top_k_recorder(
@@ -273,17 +269,8 @@ def _distillation(
         note=progress.note,
         device=trainer.device,
     )
-
-
-def _rollout_writer(config: Config, folder: RunFolder, rank: int) -> Callable[[int, Sequence[ScoredGroup]], None]:
-    """Keeps the responses of every step on disk, where that is wanted. Called on all ranks; rank 0 writes."""
-
-    def write(step: int, groups: Sequence[ScoredGroup]) -> None:
-        found = samples.whole(groups, wanted=rank == 0)
-        if rank == 0:
-            folder.write_rollouts(step, found, temperature=config.rollout.temperature)
-
-    return write if config.distillation.keep_rollouts else lambda step, groups: None
+    stack.callback(distillation.close)
+    return distillation
 
 
 def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, dict[str, Dataset]]:
@@ -301,9 +288,7 @@ def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Datas
             "What an environment holds is in no checkpoint.",
         )
     held_out: dict[str, Dataset] = {}
-    sources = {"eval": data.eval_source(count)} if count else {}
-    sources |= {set_name(name): data.further_eval_source(name, count) for name in config.eval.sets if count}
-    for name, source in sources.items():
+    for name, source in (data.eval_sources(count) if count else {}).items():
         held_out[name] = Dataset(build_dataset(source, tokenizer, max_prompt_tokens=room)[:count])
         sets = [part.without(held_out[name]) for part in sets]
     return Dataset.of(sets) if len(sets) > 1 else sets[0], held_out
@@ -343,7 +328,6 @@ def _own_engines(
             drafters=access_of(index),
             context_length=model_shape(config).max_position,
             reserved_tokens=reserved_tokens(config.rollout),
-            penalties=config.rollout.has_penalties,
             awaits_weights=True,
             log_file=str((folder.engines / f"engine-{index}.log").resolve()),
             random_seed=config.seed,

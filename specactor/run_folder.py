@@ -13,7 +13,6 @@ from specactor.config import Config
 from specactor.errors import CheckpointError, ConfigError
 from specactor.trace import Span, chrome_trace
 from specactor.trainer import checkpoint
-from specactor.trainer.drafter.rollout_files import lines_of, write_rollouts
 from specactor.types import ScoredGroup
 
 WARM_UPS = ".warm-up"  # in `output_dir`: models that warm-ups made, by the hash of all that went in
@@ -109,18 +108,6 @@ class RunFolder:
     def draft_model(self) -> Path:
         """The draft model at the end, in Hugging Face format, where it was kept fresh."""
         return self.root / "draft_model"
-
-    def rollouts(self, step: int) -> Path:
-        """The responses of an RL step, one JSON object per line, with distillation.keep_rollouts."""
-        return self.root / "rollouts" / f"step-{step:06}.jsonl"
-
-    def write_rollouts(self, step: int, groups: Sequence[ScoredGroup], *, temperature: float) -> None:
-        """Write the responses whole or not at all; a step done again after a resume replaces its file."""
-        file = self.rollouts(step)
-        fresh = file.with_name(file.name + ".tmp")
-        fresh.unlink(missing_ok=True)
-        write_rollouts(fresh, lines_of(groups, temperature=temperature))
-        fresh.replace(file)
 
     def evaluation(self, step: int, name: str = "eval") -> Path:
         """Held-out problems of a set and the policy's responses after `step` RL steps, one JSON object per line."""

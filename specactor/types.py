@@ -26,26 +26,17 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling of a request. The defaults leave the distribution whole. Penalties and biases are applied first, then
-    the temperature, then top-k, top-p and min-p together."""
+    """Sampling of a request. The defaults leave the distribution whole. Biases are applied first, then the temperature,
+    then top-k and top-p together."""
 
     temperature: float
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int = -1
-    min_p: float = 0.0  # only tokens that are at least this many times as likely as the likeliest
-    frequency_penalty: float = 0.0  # taken off a token's logit for every time that it was emitted
-    presence_penalty: float = 0.0  # taken off a token's logit once it was emitted
-    repetition_penalty: float = 1.0  # divides a token's positive logit, multiplies a negative one, once it was emitted
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
     stop: tuple[str, ...] = ()  # texts that end a response; the token that completes one is its last
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False  # also of `stop_token_ids`
-
-    @property
-    def has_penalties(self) -> bool:
-        """Return whether a token's distribution depends on how often tokens were emitted."""
-        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

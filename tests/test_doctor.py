@@ -13,8 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
-from specactor.doctor import STACKS, Finding, examine, loopback, report, room, stack
-from specactor.recipes import load
+from specactor.doctor import STACKS, Finding, loopback, report, room, stack
 
 COMMAND = str(Path(sys.executable).parent / "specactor")
 
@@ -134,28 +133,6 @@ def test_room_and_loopback(tmp_path: Path) -> None:
     assert "expected 1073741824.00 GiB" in full.found
     assert room("shared memory", tmp_path / "none", 1, "x").fatal
     assert loopback().found == "works"
-
-
-def test_the_network_of_drafters_for_other_hosts() -> None:
-    def found(network: str) -> list[Finding]:
-        options = [
-            "--parallel.drafter-hosts",
-            "0",
-            "--parallel.drafter-network",
-            network,
-            "--parallel.drafters",
-            "1",
-        ]
-        drafting = ["--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", "x"]
-        findings = examine(load(["quickstart", *options, *drafting]), os.environ)
-        return [finding for finding in findings if finding.component == "drafter network"]
-
-    [here] = found("127.0.0.0/8")
-    assert (here.found, here.fatal) == ("127.0.0.1 in 127.0.0.0/8", False)
-    [elsewhere] = found("192.0.2.255/32")
-    assert not elsewhere.fatal, "there may be none on this host"
-    assert "no address in 192.0.2.255/32, only [" in elsewhere.found
-    assert "if drafters run here" in elsewhere.remedy
 
 
 def test_the_report_without_a_terminal_has_no_control_codes() -> None:

@@ -161,7 +161,7 @@ def response(name: str, reward: float) -> Trajectory:
 
 
 def test_a_filter_of_groups() -> None:
-    algorithm = AlgorithmConfig(dynamic_sampling=True, group_filter="mine:not_hopeless")
+    algorithm = AlgorithmConfig(dynamic_sampling="mine:not_hopeless")
     config = SimpleNamespace(algorithm=algorithm, rollout=RolloutConfig())
     job = cast("Any", SimpleNamespace(config=config, grading=Grading(timeout_s=1)))
     job._group = partial(RolloutCollector._group, job)
@@ -181,8 +181,8 @@ def test_a_loss(one_rank: None) -> None:
 
 
 def test_a_recipe_takes_them_from_the_command_line() -> None:
-    words = "--algorithm.advantage mine:best_of_group --algorithm.dynamic-sampling True --rollout.group-size 4 "
-    words += "--algorithm.group-filter mine:not_hopeless --algorithm.loss mine:weighted_logprobs"
+    words = "--algorithm.advantage mine:best_of_group --rollout.group-size 4 "
+    words += "--algorithm.dynamic-sampling mine:not_hopeless --algorithm.loss mine:weighted_logprobs"
     hooks.check(load(["quickstart", *words.split()]))
 
 
@@ -191,8 +191,8 @@ BAD_SETTINGS = {
     "--algorithm.advantage bad:takes_two": "algorithm.advantage: got 'bad:takes_two', expected a function (rewards)",
     "--algorithm.loss bad:takes_two": "algorithm.loss: got 'bad:takes_two', expected a function (logprobs_T, old",
     "--algorithm.loss bad:not_a_function": "algorithm.loss: got 'bad:not_a_function', expected a function (logprobs_T",
-    "--algorithm.dynamic-sampling True --algorithm.group-filter bad:takes_two": "algorithm.group_filter: got 'bad:",
-    "--algorithm.group-filter bad:maybe": "algorithm.group_filter: got 'bad:maybe', expected module:function with algo",
+    "--algorithm.dynamic-sampling bad:takes_two": "algorithm.dynamic_sampling: got 'bad:takes_two', expected a func",
+    "--algorithm.dynamic-sampling True": "algorithm.dynamic_sampling: got 'True', expected one of off, unequal, or mod",
     "--algorithm.advantage grop": "algorithm.advantage: got 'grop', expected one of grpo, dr_grpo, rloo, reinforce_pp",
     "--algorithm.loss ppo": "algorithm.loss: got 'ppo', expected one of ppo_clip, gspo, cispo, or module:function",
 }
@@ -226,11 +226,11 @@ BAD_HOOKS: dict[str, tuple[Any, str]] = {
     ),
     "maybe": (
         lambda t: hooks.keeps("bad:maybe", group(1.0)),
-        "algorithm.group_filter: bad:maybe returned 'yes', expected True or False. Correct it.",
+        "algorithm.dynamic_sampling: bad:maybe returned 'yes', expected True or False. Correct it.",
     ),
     "filter raises": (
         lambda t: hooks.keeps("bad:raises", group(1.0)),
-        "algorithm.group_filter: bad:raises raised KeyError: 'oops'. Correct it.",
+        "algorithm.dynamic_sampling: bad:raises raised KeyError: 'oops'. Correct it.",
     ),
     "scalar": (
         lambda t: loss_of("bad:scalar"),

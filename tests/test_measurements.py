@@ -15,7 +15,7 @@ import pytest
 from specactor import measurements
 from specactor.errors import AgreementError
 from specactor.metrics import METRICS, TAIL
-from specactor.rollout.open_groups import OpenGroup
+from specactor.rollout.resume import OpenGroup
 from specactor.rollout.speculation.counters import added_figures
 from specactor.types import (
     Begun,

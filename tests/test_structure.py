@@ -29,7 +29,6 @@ PURE = [
     "rollout.decoupled.protocol",
     "rollout.decoupled.drafter_side",
     "rollout.decoupled.engine_side",
-    "rollout.open_groups",
     "rollout.requests",
     "rollout.sglang.draft_slots",
     "trainer.advantages",

@@ -7,14 +7,27 @@ in `parallel.layout.check`.
 Other packages import from here: which module holds a name may change.
 """
 
-from specactor.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig
 from specactor.config.data import DataConfig, SourceConfig
-from specactor.config.engine import EngineConfig, WeightsSyncConfig
-from specactor.config.parallel import ParallelConfig
-from specactor.config.rollout import RolloutConfig
-from specactor.config.run import CheckpointConfig, Config, EvalConfig, ModelConfig, TinyModelConfig, TrackingConfig
+from specactor.config.rollout import EngineConfig, RolloutConfig, WeightsSyncConfig
+from specactor.config.run import (
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    ModelConfig,
+    ParallelConfig,
+    TinyModelConfig,
+    TrackingConfig,
+)
 from specactor.config.speculation import DRAFTERS, EAGLE3_HEAD, MAX_WINDOW, SpeculationConfig
-from specactor.config.train import DistillationConfig, DraftTrainingConfig, TrainConfig, WarmupConfig
+from specactor.config.train import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    DistillationConfig,
+    DraftTrainingConfig,
+    TrainConfig,
+    WarmupConfig,
+)
 
 __all__ = [
     "DRAFTERS",

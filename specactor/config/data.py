@@ -5,7 +5,10 @@ Invariant: problems of a task that are held out are not learned from.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Literal
 
 from specactor.config.rules import is_template, require, rules_of
 
@@ -52,19 +55,19 @@ class DataConfig:
     rows, or the name of a reasoning-gym task, for example count_bits."""
     mix: dict[str, float] = field(default_factory=dict)
     """Further sets to learn from, named likewise, and how many of their problems are drawn per problem of train."""
-    eval: str = ""
-    """Problems held out, likewise; empty: others of the task that is learned."""
+    eval: tuple[str, ...] = ()
+    """Problems held out, likewise; none: others of the task that is learned. The metrics of the first set are named
+    eval, those of further ones after their file, function or task."""
     params: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Parameters of the reasoning-gym task; size: problems to learn from, 10,000 where it is not given."""
     prompt_template: str = "{prompt}"
     """The prompt that the model sees. {prompt} stands for the problem's own text, any other {name} for an entry of a
     task's metadata (count_bits has {number}) or a column of a file, {name:compact} for its text without blanks (7 + 4
     becomes 7+4); {{ and }} for braces."""
-    shuffle: bool = True
-    """False: draw problems in the order of their source, epoch after epoch, as a curriculum in a file needs."""
-    curriculum: bool = False
-    """Draw a problem with the chance 4 p (1 - p), .1 at least, where p is its success rate when it was last tried: its
-    mean score, in the range of those of its set where they are not within 0..1."""
+    order: Literal["shuffled", "source", "curriculum"] = "shuffled"
+    """shuffled: anew in every epoch; source: as in their source, epoch after epoch, as a curriculum in a file needs;
+    curriculum: shuffled, and drawn with the chance 4 p (1 - p), .1 at least, where p is a problem's success rate when
+    it was last tried: its mean score, in the range of those of its set where they are not within 0..1."""
 
     @property
     def train_source(self) -> SourceConfig:
@@ -75,13 +78,15 @@ class DataConfig:
         """Return the sources of the further sets to learn from."""
         return [self._source(name, size=self._size, seed=0) for name in self.mix]
 
-    def further_eval_source(self, name: str, problems: int) -> SourceConfig:
-        """Return the source of so many held-out problems of another set."""
-        return self._source(name, size=problems, seed=EVAL_SEED)
-
     def eval_source(self, problems: int) -> SourceConfig:
-        """Return the source of this many held-out problems, or of all that the file has."""
-        return self._source(self.eval or self.train, size=problems, seed=EVAL_SEED)
+        """Return the source of this many held-out problems of the first set, or of all that the file has."""
+        return self.eval_sources(problems)["eval"]
+
+    def eval_sources(self, problems: int) -> dict[str, SourceConfig]:
+        """Return likewise those of all sets, by name."""
+        names = self.eval or (self.train,)
+        keys = ["eval", *map(set_name, names[1:])]
+        return {key: self._source(name, size=problems, seed=EVAL_SEED) for key, name in zip(keys, names, strict=True)}
 
     def _source(self, name: str, *, size: int, seed: int) -> SourceConfig:
         if is_file(name):
@@ -97,17 +102,28 @@ class DataConfig:
         return int(size)
 
     def __post_init__(self) -> None:
+        if isinstance(self.eval, str):  # as recipes wrote it when there was one
+            object.__setattr__(self, "eval", (self.eval,) if self.eval else ())
         rule = rules_of(self, "data")
+        names = ["eval", *map(set_name, self.eval[1:])]
+        rule(
+            "eval",
+            len({*names}) == len(names) and all(names),
+            "sets with names of their own",
+            "The name of a further set is that of its file, function or task; rename one.",
+        )
         rule("train", bool(self.train), "a .jsonl or .parquet file, or the name of a reasoning-gym task", "Give one.")
         rule(
             "eval",
-            self.train != self.eval or not is_file(self.eval),
-            "a file other than data.train",
+            self.train not in self.eval or not is_file(self.train),
+            "files other than data.train",
             "Held-out problems must not be trained on.",
         )
         for name, weight in self.mix.items():
             require(weight > 0, f"data.mix.{name}", weight, "> 0", "Leave the set out, or give it a weight.")
-            require(name not in (self.train, self.eval), "data.mix", name, "other sets than train and eval", "Drop it.")
+            require(
+                name not in (self.train, *self.eval), "data.mix", name, "other sets than train and eval", "Drop it."
+            )
         assert self._size
         _check_template(self.prompt_template)
 
@@ -120,6 +136,11 @@ def _check_template(text: str) -> None:
         "a text with {prompt}, or the {name} of a task's metadata or of a column",
         "Put {prompt} where the problem's text belongs, and write {{ and }} for braces.",
     )
+
+
+def set_name(source: str) -> str:
+    """Return the name of a set of problems in metrics: its file's, function's or task's own."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", PurePosixPath(source.rpartition(":")[2]).stem)
 
 
 def is_file(name: str) -> bool:

@@ -31,7 +31,7 @@ def rules_of(section: object, path: str = "") -> Callable[[str, bool, str, str],
     return rule
 
 
-MAY_BE_INFINITE = ("train.max_logprob_gap", "distillation.max_time_share")
+MAY_BE_INFINITE = ("train.max_logprob_gap", "distillation.refresh")
 
 
 def check_values(value: object, name: str = "") -> None:

@@ -1,20 +1,74 @@
-"""A whole run: its model, what it measures and leaves behind, the tree of all sections, the rules across them. PURE."""
+"""A whole run: its model, its spread over devices, what it measures and leaves behind, the tree of all sections, the
+rules across them. PURE.
+
+`specactor.parallel.layout.check` has the rules that need the world size or the model's shape.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
-from pathlib import PurePosixPath
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from specactor.config.algorithm import AlgorithmConfig
 from specactor.config.data import EVAL_SEED, DataConfig, is_file
-from specactor.config.engine import WeightsSyncConfig
-from specactor.config.parallel import ParallelConfig
-from specactor.config.rollout import RolloutConfig
+from specactor.config.rollout import RolloutConfig, WeightsSyncConfig
 from specactor.config.rules import check_values, rules_of
 from specactor.config.speculation import MADE_BY_WARM_UP
-from specactor.config.train import DistillationConfig, TrainConfig, WarmupConfig
+from specactor.config.train import AlgorithmConfig, DistillationConfig, TrainConfig, WarmupConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Spread of the policy over the ranks of torchrun. Data parallelism takes what the others leave."""
+
+    tensor: int = 1
+    """Tensor parallelism of the dense part (TP); sequence parallelism is on whenever it is > 1."""
+    pipeline: int = 1
+    """Pipeline stages (PP)."""
+    virtual_pipeline: int | None = None
+    """Model chunks per pipeline stage (interleaved schedule)."""
+    expert: int = 1
+    """Expert parallelism (EP)."""
+    expert_tensor: int = 1
+    """Tensor parallelism inside one expert (ETP). With expert = 1 it must equal ``tensor``."""
+    context: int = 1
+    """Context parallelism (CP): one sequence over several ranks."""
+    engines: int = 1
+    """Rollout engines of the job, spread over its nodes."""
+    engine_tensor: int = 1
+    """Tensor parallelism of each engine."""
+    drafters: int = 0
+    """Drafter processes of each host, for mode decoupled, or decoupled among the drafters, of rollout.speculation. They
+    are on the devices (without GPUs, cores) after those of its ranks, and then from the first one again.
+    0: one sleeps on each engine's device that no other engine has, and when that has run dry it drafts for the others
+    that the same rank drives, until the rollout ends, if that is predicted to pay. On GPUs it must fit beside the
+    engine: set rollout.engine.max_total_tokens, which is also its room."""
+    drafter_hosts: tuple[int, ...] = ()
+    """Empty: each host has drafter processes, for its own engines. Else those that have them, by number (0 has rank 0,
+    others follow in the order of ranks), for the engines of all hosts, by load. Then they listen on TCP where there are
+    several hosts, and both ends prove CURVE keys that are made for the run."""
+
+    timeout_s: ClassVar[float] = 1800.0
+    """Longest wait in one collective: other ranks may read or write a large model. A rank that died is noticed at once,
+    a host that fell silent after half a minute."""
+
+    def __post_init__(self) -> None:
+        rule = rules_of(self, "parallel")
+        for name in ("tensor", "pipeline", "expert", "expert_tensor", "context", "engines", "engine_tensor"):
+            rule(name, getattr(self, name) >= 1, ">= 1", "Use 1 to switch this kind of parallelism off.")
+        rule("drafters", self.drafters >= 0, ">= 0", "Use 0 for none.")
+        rule(
+            "drafter_hosts",
+            len(set(self.drafter_hosts)) == len(self.drafter_hosts) and min(self.drafter_hosts, default=0) >= 0,
+            "numbers of hosts from 0 on, every one once",
+            "Leave it out to give each host drafters of its own.",
+        )
+        rule(
+            "virtual_pipeline",
+            self.virtual_pipeline is None or (self.virtual_pipeline >= 2 and self.pipeline >= 2),
+            ">= 2, with parallel.pipeline >= 2",
+            "Leave it out, or use pipeline parallelism.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +76,11 @@ class TinyModelConfig:
     """Shape of a Qwen3-MoE model that is made on the spot, with random weights."""
 
     num_layers: int = 4
-    """Transformer layers; every one is a mixture of experts."""
+    """Every one is a mixture of experts."""
     hidden_size: int = 128
-    """Width of the residual stream, which attention heads divide among them; two share a key-value head."""
+    """Width of the residual stream, 32 or a multiple of 64: heads divide it, and two share a key-value head."""
     num_experts: int = 8
-    """Experts per layer."""
     expert_size: int = 128
-    """Width of one expert's hidden layer."""
     head_dim: ClassVar[int] = 32
     experts_per_token: ClassVar[int] = 2
     max_position: ClassVar[int] = 512
@@ -42,43 +94,28 @@ class TinyModelConfig:
     def num_kv_heads(self) -> int:
         return max(1, self.num_heads // 2)
 
-    def __post_init__(self) -> None:
-        rule = rules_of(self, "model.tiny")
-        for item in fields(self):
-            rule(item.name, getattr(self, item.name) >= 1, ">= 1", "Leave it out for the default.")
-        rule(
-            "num_experts",
-            self.num_experts >= self.experts_per_token,
-            f">= {self.experts_per_token}",
-            "So many experts compute each token.",
-        )
-        rule(
-            "hidden_size",
-            self.hidden_size == self.head_dim or self.hidden_size % (2 * self.head_dim) == 0,
-            f"{self.head_dim}, or a multiple of {2 * self.head_dim}",
-            f"Heads are {self.head_dim} wide, and two share a key-value head.",
-        )
+
+TINY = re.compile(r"tiny(?::([1-9]\d*))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The policy. Either a Hugging Face folder (``path``), or a tiny model made on the spot (``tiny``)."""
+    """The policy."""
 
-    path: str = ""
-    """Folder with config.json, *.safetensors and a tokenizer, in Hugging Face format."""
-    tiny: TinyModelConfig | None = None
-    """Make this model instead of reading one."""
+    path: str
+    """Folder with config.json, *.safetensors and a tokenizer, in Hugging Face format; or tiny, or tiny:LAYERS: a small
+    mixture of experts that is made on the spot, with random weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the weights that compute; the optimizer keeps float32."""
 
+    @property
+    def tiny(self) -> TinyModelConfig | None:
+        """Return the model that is made on the spot, if one is."""
+        found = TINY.fullmatch(self.path)
+        return TinyModelConfig(num_layers=int(found[1] or TinyModelConfig.num_layers)) if found else None
+
     def __post_init__(self) -> None:
-        rule = rules_of(self, "model")
-        rule(
-            "path",
-            bool(self.path) != (self.tiny is not None),
-            "exactly one of model.path and model.tiny",
-            "Give the folder of a Hugging Face model with --model.path, or let the recipe make a tiny one.",
-        )
+        rules_of(self, "model")("path", bool(self.path), "the folder of a model, or tiny", "Give it with --model.path.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +141,6 @@ class EvalConfig:
 
     problems: int = 256
     """Held-out problems per evaluation, of each set; 0: no evaluation."""
-    sets: tuple[str, ...] = ()
-    """Further sets of held-out problems, named as data.eval is."""
     samples: int = 1
     """Responses per problem; 1: one, greedily; more: sampled as in training, for avg@k and pass@k."""
     every: int = 0
@@ -116,18 +151,6 @@ class EvalConfig:
         rule("problems", self.problems >= 0, ">= 0", "Use 0 for no evaluation.")
         rule("every", self.every >= 0, ">= 0", "Use 0 for before and after only.")
         rule("samples", self.samples >= 1, ">= 1", "Use 1 for greedy responses.")
-        names = [set_name(name) for name in self.sets]
-        rule(
-            "sets",
-            len(set(names)) == len(names) and not {"", "eval"} & {*names},
-            "sets with names of their own",
-            "The name of a set is that of its file, function or task; rename one.",
-        )
-
-
-def set_name(source: str) -> str:
-    """Return the name of a set of problems in metrics: its file's, function's or task's own."""
-    return re.sub(r"[^A-Za-z0-9_-]", "_", PurePosixPath(source.rpartition(":")[2]).stem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +235,7 @@ class Config:
         )
         rule(
             "rollout.group_size",
-            self.rollout.group_size >= 2 or not self.algorithm.dynamic_sampling,
+            self.rollout.group_size >= 2 or self.algorithm.dynamic_sampling == "off",
             ">= 2 with algorithm.dynamic_sampling",
             "Rewards of a group are compared, and of one they are all equal.",
         )
@@ -236,7 +259,7 @@ class Config:
         )
         rule(
             "rollout.partial",
-            not (self.algorithm.dynamic_sampling and self.rollout.partial),
+            not (self.algorithm.dynamic_sampling != "off" and self.rollout.partial),
             "False with algorithm.dynamic_sampling",
             "The same groups are kept whenever a step is run: none goes on in the next.",
         )
@@ -257,17 +280,6 @@ class Config:
             not self.rollout.partial or self.algorithm.correction.level != "off",
             "another with rollout.partial",
             "Tokens of older policies need importance sampling: set it, for example to token.",
-        )
-        penalties = {
-            f"rollout.{name}": getattr(self.rollout, name)
-            for name, off in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1))
-            if getattr(self.rollout, name) != off
-        }
-        rule(
-            "train.max_logprob_gap",
-            not penalties or self.train.max_logprob_gap == float("inf"),
-            f"inf with {', '.join(penalties)}",
-            "The engine's log-probabilities hold the penalties, the trainer's do not: leave the penalties out.",
         )
 
     def _check_drafting(self) -> None:
@@ -308,8 +320,8 @@ class Config:
         )
         rule(
             "distillation.refresh",
-            refresh == "off" or (drafting.mode != "off" and bool({"model", "decoupled"} & {*drafting.draft_methods})),
-            f"off with rollout.speculation.mode {drafting.mode} and drafters {drafting.draft_methods}",
+            refresh == 0 or (drafting.mode != "off" and bool({"model", "decoupled"} & {*drafting.draft_methods})),
+            f"0 with rollout.speculation.mode {drafting.mode} and drafters {drafting.draft_methods}",
             "Only the first draft model learns: name model or decoupled among rollout.speculation.drafters.",
         )
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Literal
 
-from specactor.config.engine import INEXACT
 from specactor.config.rules import require, rules_of
 
 MAX_WINDOW = 16  # draft tokens per request and round
@@ -20,6 +19,11 @@ MADE_BY_WARM_UP = (WARM_UP, WARM_UP_HEAD)  # as `rollout.speculation.draft_model
 EAGLE3_HEAD = "LlamaForCausalLMEagle3"  # architecture in the config.json of heads, also published ones
 MTP = "mtp"  # the drafter of the policy's own MTP layer
 SGLANG_DRAFTERS = ("eagle", "eagle3", "nextn", "standalone")  # SGLang's, refused by name
+INEXACT = (
+    "SGLang's own speculation does not keep the text: on a GPU it accepts drafts by coins that plain decoding does not "
+    "toss, on a CPU it takes the likeliest token at any temperature. Use rollout.speculation."
+)
+"""Why SGLang's own speculation is refused, and the way out."""
 
 
 def of_draft_model(drafter: str) -> tuple[str, int] | None:

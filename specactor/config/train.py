@@ -1,12 +1,107 @@
-"""How models learn: the sections `warmup` and `train` of the policy, `distillation` of its draft model. PURE."""
+"""How models learn: the sections `algorithm`, `warmup` and `train` of the policy, `distillation` of its draft model.
+PURE."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal, assert_never
 
 from specactor.config.rules import rules_of
+
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "gae")
+LOSSES = ("ppo_clip", "gspo", "cispo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionConfig:
+    """It says what tokens weigh whose probability was another where they were sampled: engines round, policies grow
+    old. The formulas are in ``specactor.trainer.losses``."""
+
+    level: Literal["off", "token", "sequence", "geometric"] = "token"
+    """What has a ratio exp(trainer - sampled) of probabilities: token: each for itself; sequence: the product over its
+    response; geometric: the mean of that; off: all tokens weigh 1."""
+    action: Literal["truncate", "mask", "reject"] = "truncate"
+    """truncate: weigh by the ratio within bounds (TIS); mask: by the ratio, 0 outside (with level token: IcePop);
+    reject: weigh 1, but 0 all tokens of a response that has a ratio outside."""
+    bounds: tuple[float, float] = (0.0, 2.0)
+    """Lowest and highest ratio."""
+
+    def __post_init__(self) -> None:
+        low, high = self.bounds
+        rules_of(self, "algorithm.correction")(
+            "bounds",
+            0 <= low <= 1 <= high and low < high,
+            "0 <= lowest <= 1 <= highest, not both 1",
+            "A ratio of 1 is agreement: use for example 0 2, or 0.5 2.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The model that expects rewards, with algorithm.advantage = gae: of the policy's shape, on its devices."""
+
+    learning_rate: float = 1e-5
+    """Of its own optimizer; all else is as in train."""
+    warmup_steps: int = 0
+    """RL steps in which it learns alone, before the policy does."""
+    level: Literal["token", "turn"] = "token"
+    """What a step of gamma and lambda is: a token, or a turn of a conversation, whose tokens share one advantage."""
+    gamma: float = 1.0
+    """Worth of what is earned a step later."""
+    gae_lambda: float = 1.0
+    """Weight of what follows against what the critic expects: 1: the reward itself; 0: the next step's value."""
+    value_clip: float | None = 0.2
+    """Farthest that a value learns to move in a step; None: as far as it will."""
+
+    def __post_init__(self) -> None:
+        rule = rules_of(self, "algorithm.critic")
+        rule("learning_rate", self.learning_rate > 0, "> 0", "Use for example 1e-5.")
+        rule("warmup_steps", self.warmup_steps >= 0, ">= 0", "Use 0 for none.")
+        rule("gamma", 0 < self.gamma <= 1, "in (0, 1]", "Use 1 where only the reward counts.")
+        rule("gae_lambda", 0 <= self.gae_lambda <= 1, "in [0, 1]", "Use for example 1 or 0.95.")
+        rule("value_clip", self.value_clip is None or self.value_clip > 0, "> 0 or None", "Use None to switch it off.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """Learning from rewards. The formulas are in ``specactor.trainer.advantages`` and ``losses``."""
+
+    advantage: str = "grpo"
+    """grpo, dr_grpo, rloo, reinforce_pp, gae, or module:function (rewards by group) -> advantages of yours.
+    What a response's reward is compared with: gae: what a critic expected before each token (PPO);
+    grpo: its group's mean, in units of the group's standard deviation;
+    dr_grpo: the mean alone; rloo: the mean of the others; reinforce_pp: its group's mean, in units of the
+    whole step's standard deviation."""
+    loss: str = "ppo_clip"
+    """ppo_clip, gspo, cispo, or module:function (logprobs_T, old_logprobs_T, advantages_T) -> loss_T of yours.
+    ppo_clip: per-token ratios (GRPO, DAPO); gspo: one ratio per sequence; cispo: clipped weight on log-probs."""
+    aggregation: Literal["sequence_mean", "token_mean", "fixed_length"] = "token_mean"
+    """sequence_mean: GRPO; token_mean: DAPO; fixed_length: Dr.GRPO (divide by rollout.max_new_tokens)."""
+    clip_low: float = 0.2
+    """Lower end of the clip range; see clip_high."""
+    clip_high: float = 0.2
+    """Ratios are clipped to [1 - clip_low, 1 + clip_high]; DAPO's clip-higher sets clip_high > clip_low."""
+    kl_coef: float = 0.0
+    """Weight of a KL penalty towards the model that the run started from (k3, as GRPO has it); 0: none."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    dynamic_sampling: str = "off"
+    """off; unequal: leave out groups whose rewards are all equal, and draw further prompts in their place, at once
+    (DAPO); or module:function (group) -> bool of yours, which says what groups are learned from."""
+    overlong_buffer: int = 0
+    """DAPO: the reward falls linearly over the last this many tokens before max_new_tokens, by 1; 0: off."""
+
+    def __post_init__(self) -> None:
+        rule = rules_of(self, "algorithm")
+        for name, known in (("advantage", ADVANTAGES), ("loss", LOSSES), ("dynamic_sampling", ("off", "unequal"))):
+            ok = getattr(self, name) in known or ":" in getattr(self, name)
+            rule(name, ok, f"one of {', '.join(known)}, or module:function", "See --help for each.")
+        rule("clip_low", 0 < self.clip_low < 1, "in (0, 1)", "Use for example 0.2.")
+        rule("clip_high", self.clip_high > 0, "> 0", "Use for example 0.2, or DAPO's 0.28.")
+        rule("kl_coef", self.kl_coef >= 0, ">= 0", "Use 0 for no penalty.")
+        rule("overlong_buffer", self.overlong_buffer >= 0, ">= 0", "Use 0 for off.")
+
 
 SEE_HELP = "See --help for its meaning."
 
@@ -49,12 +144,10 @@ class TrainConfig:
     """RL steps of the whole run."""
     learning_rate: float = 1e-6
     """Highest learning rate."""
-    min_learning_rate: float = 0.0
-    """Learning rate at the end of a linear or cosine schedule."""
     warmup_steps: int = 0
     """RL steps over which the learning rate rises linearly."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate after its linear rise."""
+    """Of the learning rate after its linear rise; linear and cosine fall to 0."""
     updates_per_step: int = 1
     """Optimizer updates per RL step; the step's groups are split among them."""
     weight_decay: float = 0.0
@@ -84,12 +177,6 @@ class TrainConfig:
         rule = rules_of(self, "train")
         rule("steps", self.steps >= 0, ">= 0", "Use 0 to stop after the warm-up.")
         rule("learning_rate", self.learning_rate > 0, "> 0", "Use for example 1e-6.")
-        rule(
-            "min_learning_rate",
-            0 <= self.min_learning_rate <= self.learning_rate,
-            f"between 0 and train.learning_rate = {self.learning_rate}",
-            "Lower it.",
-        )
         rule("warmup_steps", self.warmup_steps >= 0, ">= 0", "Use 0 for none.")
         rule("updates_per_step", self.updates_per_step >= 1, ">= 1", "Use 1.")
         rule(
@@ -108,13 +195,13 @@ class TrainConfig:
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Return the rate of RL step `step`, 0 <= step < train.steps (the minimum beyond). It follows from the step alone.
+    """Return the rate of RL step `step`, 0 <= step < train.steps (its end beyond). It follows from the step alone.
 
     It rises linearly, reaching `learning_rate` in the last of the `warmup_steps`; it is `learning_rate` in the step
-    after those; then it stays, or falls along a line or half a cosine towards `min_learning_rate`, which it would
-    reach at step `train.steps`: no step is spent at a minimum of 0.
+    after those; then it stays, or falls along a line or half a cosine towards 0, which it would reach at step
+    `train.steps`: no step is spent there.
     """
-    peak, low = train.learning_rate, train.min_learning_rate
+    peak = train.learning_rate
     if step < train.warmup_steps:
         return peak * (step + 1) / train.warmup_steps
     progress = min(1.0, (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps))
@@ -122,9 +209,9 @@ def learning_rate(step: int, train: TrainConfig) -> float:
         case "constant":
             return peak
         case "linear":
-            return low + (peak - low) * (1 - progress)
+            return peak * (1 - progress)
         case "cosine":
-            return low + (peak - low) * (1 + math.cos(math.pi * progress)) / 2
+            return peak * (1 + math.cos(math.pi * progress)) / 2
         case _:
             assert_never(train.schedule)
 
@@ -139,19 +226,16 @@ def linear_decay(step: int, steps: int, peak: float) -> float:
 class DistillationConfig:
     """Distillation of the draft model on what the policy has just produced. It changes speed, never tokens."""
 
-    refresh: Literal["off", "every_step"] = "off"
-    """When the draft model learns: never, or after every RL step."""
-    max_time_share: float = 0.03
-    """Longest refresh, as a share of the last RL step's time. Above 1, or inf, where max_updates alone bounds it."""
+    refresh: float = 0.0
+    """How long the draft model learns after an RL step, as a share of the step's time, for example 0.03; 0: it does not
+    learn. Above 1, or inf, where max_updates alone bounds it."""
     max_updates: int = 0
     """Optimizer updates of one refresh at most; 0: as many as fit its time. With a number that always fits (say with
-    max_time_share inf), the draft model's weights are reproducible."""
+    refresh inf), the draft model's weights are reproducible."""
     tokens_per_update: int = 8192
     """Of an optimizer update, all ranks together."""
     learning_rate: float = 1e-3
     """Of AdamW, after the warm-up."""
-    keep_rollouts: bool = False
-    """Write the responses of every RL step to the run's folder, for specactor drafter train. Works with refresh off."""
     zero: Literal["off", "1", "2", "3", "1_offload", "2_offload", "3_offload"] = "off"
     """off: PyTorch's DistributedDataParallel; else DeepSpeed ZeRO of that stage, with _offload its optimizer's state
     in host memory."""
@@ -170,12 +254,11 @@ class DistillationConfig:
         for name in ("tokens_per_update", "learning_rate"):
             rule(name, getattr(self, name) > 0, "> 0", SEE_HELP)
         rule("max_updates", self.max_updates >= 0, ">= 0", SEE_HELP)
-        rule("max_time_share", self.max_time_share > 0, "> 0", 'Use refresh="off" to spend none.')
         rule(
-            "max_time_share",
-            self.max_time_share <= 1 or self.max_updates > 0,
-            "<= 1 with max_updates 0",
-            "Set max_updates, which bounds a refresh then.",
+            "refresh",
+            0 <= self.refresh <= 1 or (self.refresh > 1 and self.max_updates > 0),
+            "a share from 0 to 1, or more with max_updates",
+            "Use for example 0.03, or 0 for none.",
         )
 
 

@@ -65,7 +65,7 @@ class PromptStream:
         for key, own, remedy in (
             ("dataset_len", self.dataset_len, "Resume with the data that the run started with."),
             ("seed", self.seed, "Resume with the seed that the run started with."),
-            ("shuffle", int(self.shuffle), "Resume with the data.shuffle that the run started with."),
+            ("shuffle", int(self.shuffle), "Resume with the data.order that the run started with."),
         ):
             if state[key] != own:
                 raise CheckpointError(
@@ -164,7 +164,7 @@ class CurriculumStream:
         """Continue from a `state`. Raises CheckpointError when it is of no curriculum, or of another stream."""
         if not isinstance(state, Mapping) or not {"stream", "looks", "rates"} <= state.keys():
             raise CheckpointError(
-                f"data position: got {state!r:.200}, expected that of a curriculum. Resume with the data.curriculum "
+                f"data position: got {state!r:.200}, expected that of a curriculum. Resume with the data.order "
                 "that the run started with."
             )
         self._stream.restore(state["stream"])

@@ -45,11 +45,11 @@ def _write_in_clean_process(tiny: TinyModelConfig, seed: int, folder: Path) -> N
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"model.tiny: making the model took more than {TIMEOUT_S:.0f} s. Free the machine."
+            f"model.path: making the model took more than {TIMEOUT_S:.0f} s. Free the machine."
         ) from error
     if done.returncode != 0:
         reason = done.stderr.strip().rpartition("\n")[2].strip()
-        raise ConfigError(f"model.tiny: got {shape}, expected a shape that transformers accepts. It says: {reason}")
+        raise ConfigError(f"model.path: got {shape}, expected a shape that transformers accepts. It says: {reason}")
 
 
 def write_model(tiny: TinyModelConfig, seed: int, folder: Path) -> None:

@@ -17,13 +17,16 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from numbers import Real
+from urllib.parse import urlsplit
 
-from specactor.data import math_answers, remote
+import msgspec
+
+from specactor.data import math_answers
 from specactor.errors import DataError
 from specactor.types import Problem
 
@@ -72,7 +75,7 @@ async def _in_time(score: Coroutine[object, object, float], timeout_s: float | N
 @lru_cache(maxsize=256)
 def _function(name: str) -> object:
     if is_remote(name):
-        return remote.verifier(name)
+        return remote_verifier(name)
     return BUILT_IN[name] if name in BUILT_IN else find(name)
 
 
@@ -182,3 +185,52 @@ BUILT_IN: dict[str, Verifier] = {
 }
 IN_PROCESS = ("exact", "number")
 """Bounded by themselves, however long a response is; all others are asked in processes that can be ended."""
+
+
+ATTEMPTS = 4
+MAX_BYTES = 1 << 20
+"""Of an answer that are read."""
+PAUSE_S = 0.5
+"""Before the second attempt; it doubles every further time."""
+
+
+class _Answer(msgspec.Struct):
+    score: float
+
+
+def remote_verifier(url: str) -> Callable[[str, Problem], Awaitable[float]]:
+    """Return the verifier at that address. Raises DataError for what is none."""
+    try:
+        parts = urlsplit(url)
+        good = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise DataError(f"got {url!r}, expected the address of a verifier, as http://host:port/path. Correct it.")
+
+    async def verify(response: str, problem: Problem) -> float:
+        import aiohttp  # takes a quarter of a second, and few need it
+
+        body = msgspec.json.encode(
+            {
+                "response": response,
+                "prompt": problem.prompt,
+                "answer": problem.answer,
+                "index": problem.index,
+                "metadata": problem.metadata,
+            }
+        )
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as client:  # the caller bounds it all
+            for attempt in range(1, ATTEMPTS + 1):
+                try:
+                    async with client.post(url, data=body, headers={"Content-Type": "application/json"}) as answer:
+                        if attempt == ATTEMPTS or (answer.status != 429 and answer.status < 500):
+                            answer.raise_for_status()
+                            return msgspec.json.decode(await answer.content.read(MAX_BYTES), type=_Answer).score
+                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
+                    if attempt == ATTEMPTS:
+                        raise
+                await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
+        raise AssertionError("the last attempt returns or raises")
+
+    return verify

@@ -1,32 +1,37 @@
 """By which address other hosts reach this one.
 
-Invariant: nothing is sent to find it, and an address that only this host knows (loopback) is found only where a network
-of such addresses was asked for.
+Invariant: nothing is sent to find it, and an address that only this host knows (loopback) is found only where its
+interface is named.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_address
 
 import psutil  # type: ignore[import-untyped]
 
 from specactor.errors import ConfigError
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The environment variable that names the network interface between hosts; `meeting` sets it where nobody did."""
 _ANY_PORT = 9
 
 
-def own_address(network: str, *, peers: Sequence[str]) -> str:
-    """Return this host's address in `network`, or, where that is empty, on the way to the first peer outside. Raises
-    ConfigError where there is none."""
-    found = within(network) if network else leading_out(peers)
+def own_address(peers: Sequence[str]) -> str:
+    """Return this host's address on the interface that GLOO_SOCKET_IFNAME names, or, where it names none, on the way to
+    the first peer outside. Raises ConfigError where there is none."""
+    named = os.environ.get(INTERFACE, "").partition(",")[0]
+    found = next(iter(_addresses_of(named)), "") if named else leading_out(peers)
     if not found:
         raise ConfigError.at(
-            "parallel.drafter_network",
-            network,
-            f"a network that drafters' hosts are in: here there are {own_addresses()}, and other hosts {peers}",
-            "Name the one by which they reach each other.",
+            INTERFACE,
+            named,
+            f"a network interface by which {socket.gethostname()} reaches other hosts: here there are "
+            f"{own_addresses()}, and there {peers}",
+            "Set it to the one by which the hosts reach each other.",
         )
     return found
 
@@ -47,15 +52,14 @@ def towards(peer: str) -> str:
         return ""
 
 
-def within(network: str) -> str:
-    """The first of this host's addresses in that network; empty where it has none."""
-    return next((own for own in own_addresses() if ip_address(own) in ip_network(network)), "")
-
-
 def own_addresses() -> list[str]:
     """Return all addresses of this host, but for those that name an interface."""
+    return [address for name in psutil.net_if_addrs() for address in _addresses_of(name)]
+
+
+def _addresses_of(interface: str) -> list[str]:
     families = (socket.AF_INET, socket.AF_INET6)
-    every = [of.address for each in psutil.net_if_addrs().values() for of in each if of.family in families]
+    every = [of.address for of in psutil.net_if_addrs().get(interface, []) if of.family in families]
     return [address for address in every if "%" not in address]
 
 

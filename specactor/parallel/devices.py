@@ -6,6 +6,8 @@ the same name (PyPI's apex) is never imported into this process; a probe has a b
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import importlib.util
 import netrc
@@ -88,12 +90,20 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def return_unused() -> None:
-    """Return the GPU memory that torch keeps for later tensors, so that other processes can take it."""
+    """Return the memory that torch keeps for later tensors, and malloc, so that other processes can take it."""
     if gpus():
         import torch
 
         gc.collect()
         torch.cuda.empty_cache()
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Return free pages of the heap. In a step large tensors come and go between small ones that stay, and glibc alone
+    returns no page below one that is used: 1,000 steps of a tiny model left 600 MiB behind."""
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no such call
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def gpu_uuid(number: int) -> str:

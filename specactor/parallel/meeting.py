@@ -99,8 +99,9 @@ def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, ob
     token, verdict = (_hold if rank == 0 else _join)(store, own, rank, world)
     if verdict.problem:
         raise ConfigError(verdict.problem)
-    if len(set(verdict.machines)) > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = _interface(own.host, [head, *verdict.addresses])
+    if len(set(verdict.machines)) > 1 and addresses.INTERFACE not in os.environ:
+        address = addresses.own_address([head, *verdict.addresses])
+        os.environ[addresses.INTERFACE] = addresses.interface_of(address)
 
     def open_store() -> Store:
         return PrefixStore(token, _connected(head, port))
@@ -167,19 +168,6 @@ def _connected(head: str, port: int) -> Store:
             "That name must lead to that host from all hosts: mend it in DNS or /etc/hosts, or give torchrun there "
             "--local-addr with an address; and no firewall may stop its ports.",
         ) from None
-
-
-def _interface(host: str, peers: Sequence[str]) -> str:
-    """Return the network interface on the way to the other hosts."""
-    address = addresses.leading_out(peers)
-    if not address:
-        raise ConfigError.at(
-            "GLOO_SOCKET_IFNAME",
-            "",
-            f"a way from {host} to the other hosts: here there are {addresses.own_addresses()}, and there {peers}",
-            "Set it to the network interface by which the hosts reach each other.",
-        )
-    return addresses.interface_of(address)
 
 
 def difference(greetings: Sequence[Greeting]) -> str:

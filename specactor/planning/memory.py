@@ -122,7 +122,7 @@ def of_host(config: Config, layout: Layout, shape: TransformerShape, devices: in
         # In bfloat16 it is in locked memory, which is kept, while engines have the devices.
         "optimizer": dict.fromkeys(PHASES, optimizer) if width < 4 else {},
         "gradients": dict.fromkeys(PHASES, gradients) if on_host else {},
-        "reference": dict.fromkeys(PHASES, width * held * ranks) if config.algorithm.kl != "off" else {},
+        "reference": dict.fromkeys(PHASES, width * held * ranks) if config.algorithm.kl_coef else {},
         "buckets": dict.fromkeys(PHASES, 2.0 * config.weights_sync.bucket_bytes * ranks),
         # Gathered by ranks that hold a whole model between them, which are of one host where it has as many devices.
         "checkpoint": {"train": learning * (ADAM_BYTES["float32"] + MAIN_WEIGHT_BYTES) * shape.params},

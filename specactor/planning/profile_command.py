@@ -132,7 +132,6 @@ def _drafter_spec(config: Config, context: int, folder: Path) -> DrafterSpec | N
             config.parallel,
             drafters=1,
             drafter_hosts=(),
-            drafter_network="",
         ),
     )
     host = Host(ranks=config.parallel.engine_tensor, engines=1, devices=numbers(), has_gpus=bool(gpus()))

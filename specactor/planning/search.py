@@ -252,7 +252,7 @@ def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config,
     text = f"plan: {_described(first)}; for the last request {_described(last)}"
     modes = {first.mode, last.mode}
     others = tuple(name for name in speculation.drafters if name != METHOD)
-    if config.distillation.refresh != "off":
+    if config.distillation.refresh:
         return config, text  # the draft model learns, and what it will be worth is not known yet
     if modes == {"off"}:
         speculation = replace(speculation, mode="off")
@@ -262,7 +262,7 @@ def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config,
         speculation = replace(speculation, drafters=others, draft_model=models)
     parallel = config.parallel
     if rollout.speculation.is_decoupled and not speculation.is_decoupled:
-        parallel = replace(parallel, drafters=0, drafter_hosts=(), drafter_network="")
+        parallel = replace(parallel, drafters=0, drafter_hosts=())
         text += "; no drafter process is started"
     return replace(config, parallel=parallel, rollout=replace(rollout, speculation=speculation)), text
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specactor.config import Config, RolloutConfig
-from specactor.config.engine import SAME_BITS, guarantee
+from specactor.config.rollout import SAME_BITS, guarantee
 from specactor.cpu.sglang_ops import noise_of as noise_at
 from specactor.data.environment import environment_of
 from specactor.errors import AgreementError
@@ -276,10 +276,8 @@ def _record(of: Trajectory, token_ids: Sequence[int], logprobs: Sequence[float])
 
 
 def noise_of(rollout: RolloutConfig) -> Noise | None:
-    """Return the noise of a run's responses; None with penalties, which a log-probability is without, and with top-p,
-    top-k or min-p, where its key is a token's rank."""
-    is_whole = (rollout.top_p, rollout.top_k, rollout.min_p) == (1.0, -1, 0.0)
-    return gumbel if is_whole and not rollout.has_penalties else None
+    """Return the noise of a run's responses; None with top-p or top-k, where its key is a token's rank."""
+    return gumbel if (rollout.top_p, rollout.top_k) == (1.0, -1) else None
 
 
 def gumbel(seed: int, position: int, token: int) -> float:

@@ -37,7 +37,7 @@ AUDITED = ("scored", "unpicked")  # metrics of training that say nothing where r
 MOST = 0.5  # share of a step's samples that a cause which holds for every token changes at least
 NO_MATTER = (
     *("name", "output_dir", "resume", "checkpoint", "eval.every", "tracking", "parallel.engines"),
-    *("parallel.drafters", "parallel.drafter_hosts", "parallel.drafter_network", "parallel.timeout_s"),
+    *("parallel.drafters", "parallel.drafter_hosts"),
     *("rollout.speculation", "rollout.audit", "distillation", "weights_sync", "train.steps"),
 )
 """Settings that change no token and no weight. With train.steps the learning rate may; that is compared itself."""

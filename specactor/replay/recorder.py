@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from importlib import metadata
 from itertools import accumulate, chain
 from pathlib import Path
@@ -15,8 +16,10 @@ import numpy as np
 import xxhash
 
 from specactor import __version__
+from specactor.config import Config
 from specactor.data.environment import environment_of
 from specactor.parallel.collective import Collective
+from specactor.recipes import to_json
 from specactor.replay.records import (
     KEPT_STEPS,
     RankWeights,
@@ -37,23 +40,17 @@ WHOLE_EVERY = 16  # with `sampled`, of so many samples one is kept whole
 LIBRARIES = ("torch", "sglang", "megatron-core", "transformers", "mbridge", "triton", "transformer-engine", "numpy")
 
 
+@dataclass(eq=False)
 class StepRecorder:
     """Writes a `StepRecord` per step, on rank 0; every rank adds the digests of its own parameters and moments."""
 
-    def __init__(
-        self, run: Path, config_json: dict[str, Any], share: str, *, trainer: PolicyTrainer, collective: Collective
-    ) -> None:
-        """
-        Args:
-            share: `sampled`, `full` or `off`, as tracking.record has it.
-        """
-        self.run = run
-        self.config_json = config_json
-        self.share = share
-        self.trainer = trainer
-        self.collective = collective
-        self.written_bytes = 0
-        """By the last step, on rank 0."""
+    config: Config
+    run: Path
+    _: KW_ONLY
+    trainer: PolicyTrainer
+    collective: Collective
+    written_bytes: int = 0
+    """By the last step, on rank 0."""
 
     def started(self, step: int, data: object) -> None:
         """Record what the run starts or goes on with, unless that step has its record. Collective.
@@ -61,7 +58,7 @@ class StepRecorder:
         Args:
             data: where the data stream stands, as a checkpoint keeps it.
         """
-        if self.share == "off":
+        if self.config.tracking.record == "off":
             return
         weights = self._weights()
         if self.collective.rank:
@@ -88,7 +85,7 @@ class StepRecorder:
             is_suspect: an audit found a difference: all samples are kept whole, so that a replay shows the token.
             data: as of `started`; None where a part of the step was generated, which draws and learns less.
         """
-        if self.share == "off":
+        if self.config.tracking.record == "off":
             return
         weights = self._weights() if stats is not None else ()
         places = [(g, k) for g, group in enumerate(groups) for k in range(len(group.trajectories))]
@@ -129,15 +126,15 @@ class StepRecorder:
             score=group.scores[k],
             reward=group.rewards[k],
             advantage=advantage,
-            is_whole=self.share == "full" or is_whole,
+            is_whole=self.config.tracking.record == "full" or is_whole,
             seeded=t.first_turn_len if t.loss_mask and is_agents else None,
             branches=_digest_of(t.branches),
         )
 
     def _record(self, data: object, **rest: Any) -> StepRecord:
         stands = 0 if data is None else xxhash.xxh3_64_intdigest(json.dumps(data, sort_keys=True).encode())
-        engines = self.config_json["parallel"]["engines"]
-        return StepRecord(config=self.config_json, libraries=libraries(), engines=engines, data=stands, **rest)
+        engines, config = self.config.parallel.engines, to_json(self.config)
+        return StepRecord(config=config, libraries=libraries(), engines=engines, data=stands, **rest)
 
     def _weights(self) -> tuple[RankWeights, ...]:
         """Digests of all parameters and moments of all ranks."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import chain
 from statistics import fmean
@@ -23,7 +23,7 @@ from specactor.data.stream import CurriculumStream, MixedStream, PromptStream
 from specactor.errors import DataError, EngineError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
-from specactor.rollout import open_groups
+from specactor.rollout import resume
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.grading import Grading
@@ -77,53 +77,39 @@ class RolloutStats:
         )
 
 
+@dataclass(eq=False)
 class RolloutCollector:
     """The engines and drafters of all ranks, the prompts, and the groups that go on in the next step."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        pool: EnginePool,
-        drafters: DrafterPool,
-        grading: Grading,
-        collective: Collective,
-        tokenizer: PreTrainedTokenizerBase,
-        train_data: Dataset,
-        eval_data: Mapping[str, Dataset],
-        progress: Progress,
-        host: str,
-        max_prompt_tokens: int,
-        replace_lost: Callable[[], object],
-    ) -> None:
-        """
-        Args:
-            host: the name of this rank's host.
-            max_prompt_tokens: that an environment may start with.
-            replace_lost: starts lost engines again, with the policy's weights; called on all ranks together.
-        """
-        self.config = config
-        self.pool = pool
-        self.drafters = drafters
-        self.grading = grading
-        self.collective = collective
-        self.tokenizer = tokenizer
-        self.train_data = train_data
-        self.eval_data = eval_data
-        self.progress = progress
-        self.host = host
-        self.max_prompt_tokens = max_prompt_tokens
-        self.replace_lost = replace_lost
-        weights, shuffle = [1.0, *config.data.mix.values()], config.data.shuffle
-        stream: PromptStream | MixedStream = PromptStream(len(train_data), config.seed, shuffle=shuffle)
+    config: Config
+    _: KW_ONLY
+    pool: EnginePool
+    drafters: DrafterPool
+    grading: Grading
+    collective: Collective
+    tokenizer: PreTrainedTokenizerBase
+    train_data: Dataset
+    eval_data: Mapping[str, Dataset]
+    progress: Progress
+    host: str
+    """Name of this rank's host."""
+    max_prompt_tokens: int
+    """Longest prompt that an environment may start with."""
+    replace_lost: Callable[[], object]
+    """It starts lost engines again, with the policy's weights; called on all ranks together."""
+
+    def __post_init__(self) -> None:
+        config, data = self.config, self.train_data
+        weights, shuffle = [1.0, *config.data.mix.values()], config.data.order != "source"
+        stream: PromptStream | MixedStream = PromptStream(len(data), config.seed, shuffle=shuffle)
         if len(weights) > 1:
-            stream = MixedStream(train_data.sizes, weights, config.seed, shuffle=shuffle)
+            stream = MixedStream(data.sizes, weights, config.seed, shuffle=shuffle)
         self.prompts: PromptStream | MixedStream | CurriculumStream = stream
-        if config.data.curriculum:
-            self.prompts = CurriculumStream(stream, config.seed, sizes=train_data.sizes)
-        self.open_groups: list[open_groups.OpenGroup] = []
+        if config.data.order == "curriculum":
+            self.prompts = CurriculumStream(stream, config.seed, sizes=data.sizes)
+        self.open_groups: list[resume.OpenGroup] = []
         """Groups that go on in the next step; equal on all ranks."""
-        self.left: list[open_groups.OpenGroup] = []
+        self.left: list[resume.OpenGroup] = []
         """Groups that the last step began and did not learn from."""
         self.num_failed = self.num_unscored = 0
         """Conversations of the last step that failed, and responses whose verifier did."""
@@ -136,7 +122,7 @@ class RolloutCollector:
     def collect(self, step: int) -> list[ScoredGroup]:
         """Return `rollout.prompts_per_step` scored groups for the step after `step` finished ones."""
         self.num_failed = self.num_unscored = 0
-        if self.config.algorithm.dynamic_sampling:
+        if self.config.algorithm.dynamic_sampling != "off":
             groups = self._collect_teaching(step)
         elif self.config.rollout.oversample > 1:
             groups = self._collect_first(step)
@@ -159,7 +145,7 @@ class RolloutCollector:
         """Return the groups that something is learned from; others are replaced while the rollout goes on."""
         rollout, want = self.config.rollout, self.config.rollout.prompts_per_step
         begin, drawn = self.prompts.state(), list[Problem]()
-        ahead = open_groups.num_in_flight(want, rollout.oversample)
+        ahead = resume.num_in_flight(want, rollout.oversample)
         own = {engine.index for engine in self.pool.engines}
 
         def requests_of(number: int) -> list[RolloutRequest]:
@@ -217,8 +203,8 @@ class RolloutCollector:
         group = self._group(problem, [self.grading.scored(t) for t in responses])
         if group is None:
             return False, 0.5  # as if it had not been tried
-        name = self.config.algorithm.group_filter
-        return hooks.keeps(name, group) if name else informative(group.rewards), fmean(group.scores)
+        name = self.config.algorithm.dynamic_sampling
+        return hooks.keeps(name, group) if ":" in name else informative(group.rewards), fmean(group.scores)
 
     def collect_again(self, step: int, alone: Sequence[str]) -> list[ScoredGroup]:
         """Return groups ("3") or responses ("3.1") of the step after `step` finished ones, each generated alone."""
@@ -291,16 +277,16 @@ class RolloutCollector:
     def _collect_first(self, step: int) -> list[ScoredGroup]:
         """Return the groups that are complete first, of more than are wanted; drop the others, or keep them open."""
         rollout, want = self.config.rollout, self.config.rollout.prompts_per_step
-        num_fresh = open_groups.num_in_flight(want, rollout.oversample) - len(self.open_groups)
+        num_fresh = resume.num_in_flight(want, rollout.oversample) - len(self.open_groups)
         problems = [self.train_data[i] for i in self.prompts.take(num_fresh)]
         requests = group_requests(problems, config=rollout, run_seed=self.config.seed, step=step)
-        groups = open_groups.opened(self.open_groups, [problem.index for problem in problems], requests)
+        groups = resume.opened(self.open_groups, [problem.index for problem in problems], requests)
         own = {engine.index for engine in self.pool.engines}
-        share = open_groups.share(groups, want, engines=self.config.parallel.engines, own=own)
+        share = resume.share(groups, want, engines=self.config.parallel.engines, own=own)
         pending = [r for group in groups for r in group.pending]
         of_pending = [self.train_data[group.problem] for group in groups for _ in group.pending]
         finished, stopped = self._generate(pending, of_pending, enough=share)
-        groups, self.left = open_groups.settled([group.after(finished, stopped) for group in groups], want)
+        groups, self.left = resume.settled([group.after(finished, stopped) for group in groups], want)
         self.open_groups = self._everywhere(self.left) if rollout.partial else []
         with self.progress.phase("reward"):
             return self._not_empty(
@@ -309,7 +295,7 @@ class RolloutCollector:
                 )
             )
 
-    def _everywhere(self, groups: Sequence[open_groups.OpenGroup]) -> list[open_groups.OpenGroup]:
+    def _everywhere(self, groups: Sequence[resume.OpenGroup]) -> list[resume.OpenGroup]:
         """Return the groups with all that finished on every rank: another one's engine may go on with them."""
         flat = [response for group in groups for response in group.finished.values()]
         found = iter(samples.fetch(flat, range(len(flat)), samples.OF_RESPONSE))
@@ -341,23 +327,17 @@ class RolloutCollector:
             refill: gives further requests.
             phases: of generating, and of waiting for verifiers, which score responses as they come.
         """
-        engines = self.config.parallel.engines
-        own = {engine.index for engine in self.pool.engines}
         of = {request.request_id: problem for request, problem in zip(requests, problems, strict=True)}
         self._num_rollouts += 1
-        slots = self.config.rollout.engine.max_running_requests
-        lists = held_back(requests, engines=engines, slots=slots) if enough is None else {}
-        store, prefix = self.collective.store, f"waiting/{self._num_rollouts}"
-        waiting = Waiting(lists=lists, own=own, slots=slots, store=store, prefix=prefix)
-        pending = [request for request in waiting.without(requests) if request.group_id % engines in own]
-        finished: list[Trajectory] = []
-        stopped: list[RolloutRequest] = []
-        missing = Counter(request.group_id for request in pending)
+        waiting = self._held_back(requests if enough is None else [])
+        pending = [r for r in waiting.without(requests) if r.group_id % self.config.parallel.engines in waiting.own]
+
+        def problem_of(known: RolloutRequest | Trajectory) -> Problem:
+            return of[known.request_id] if refill is None else refill.problem_of(known)
 
         def hear(response: Trajectory) -> None:
             self.progress.response(response)
-            problem = refill.problem_of(response) if refill is not None else of[response.request_id]
-            self.grading.add(response, problem, self.tokenizer)
+            self.grading.add(response, problem_of(response), self.tokenizer)
 
         self.grading.begin()
         conversations = Conversations(
@@ -367,35 +347,11 @@ class RolloutCollector:
             timeout_s=self.config.rollout.environment_timeout_s,
             max_prompt_tokens=self.max_prompt_tokens,
         )
+        waiting.begin = lambda new: conversations.add(new, list(map(problem_of, new)))
+        if refill is not None:
+            refill.begin, refill.when_scored = waiting.begin, self.grading.when_scored
         with self.progress.phase(phases[0]), conversations:
-            if refill is not None:
-                refill.when_scored = self.grading.when_scored
-                refill.begin = lambda new: conversations.add(new, [refill.problem_of(request) for request in new])
-            waiting.begin = lambda new: conversations.add(new, [of[request.request_id] for request in new])
-            while True:
-                left = None if enough is None else enough - sum(count == 0 for count in missing.values())
-                generate = partial(
-                    self.pool.generate,
-                    pending,
-                    on_finished=hear,
-                    enough_groups=left,
-                    conversations=conversations if conversations or refill or waiting.lists else None,
-                    refill=refill,
-                    waiting=waiting,
-                )
-                outcome = self.collective.together("rollout", partial(self._leaving, generate, refill))
-                finished += outcome.finished
-                stopped += outcome.stopped
-                missing.subtract(trajectory.group_id for trajectory in outcome.finished)
-                self._drafters_woken += outcome.drafters_woken
-                pending = [*outcome.unfinished, *waiting.left()]
-                if refill is not None:
-                    refill.verdicts.read()
-                if not self.collective.any(bool(pending) or (refill is not None and refill.kept is None)):
-                    break
-                self.replace_lost()
-                if refill is not None:
-                    refill.attempt += 1
+            finished, stopped = self._until_over(pending, hear, enough, conversations, refill, waiting)
         self._groups_moved += waiting.num_moved
         with self.progress.phase(phases[1]):
             finished = self.collective.together("reward", lambda: list(map(self.grading.scored, finished)))
@@ -404,6 +360,50 @@ class RolloutCollector:
         if enough is None:
             return by_id, {}
         return by_id, {r.request_id: r for r in chain(*self.collective.gather(stopped, list[RolloutRequest]))}
+
+    def _held_back(self, requests: Sequence[RolloutRequest]) -> Waiting:
+        """Return what waits until engines have room."""
+        slots, prefix = self.config.rollout.engine.max_running_requests, f"waiting/{self._num_rollouts}"
+        lists = held_back(requests, engines=self.config.parallel.engines, slots=slots)
+        own = {engine.index for engine in self.pool.engines}
+        return Waiting(lists=lists, own=own, slots=slots, store=self.collective.store, prefix=prefix)
+
+    def _until_over(
+        self,
+        pending: list[RolloutRequest],
+        hear: Callable[[Trajectory], None],
+        enough: int | None,
+        conversations: Conversations,
+        refill: Refill | None,
+        waiting: Waiting,
+    ) -> tuple[list[Trajectory], list[RolloutRequest]]:
+        """Generate, with new engines in place of those that are lost; return what finished, and what was stopped."""
+        finished: list[Trajectory] = []
+        stopped: list[RolloutRequest] = []
+        missing = Counter(request.group_id for request in pending)
+        while True:
+            generate = partial(
+                self.pool.generate,
+                pending,
+                on_finished=hear,
+                enough_groups=None if enough is None else enough - sum(count == 0 for count in missing.values()),
+                conversations=conversations if conversations or refill or waiting.lists else None,
+                refill=refill,
+                waiting=waiting,
+            )
+            outcome = self.collective.together("rollout", partial(self._leaving, generate, refill))
+            finished += outcome.finished
+            stopped += outcome.stopped
+            missing.subtract(trajectory.group_id for trajectory in outcome.finished)
+            self._drafters_woken += outcome.drafters_woken
+            pending = [*outcome.unfinished, *waiting.left()]
+            if refill is not None:
+                refill.verdicts.read()
+            if not self.collective.any(bool(pending) or (refill is not None and refill.kept is None)):
+                return finished, stopped
+            self.replace_lost()
+            if refill is not None:
+                refill.attempt += 1
 
     def _leaving(self, generate: Callable[[], RolloutOutcome], refill: Refill | None) -> RolloutOutcome:
         """Generate; where this rank cannot go on alone, let others not wait for what it may find."""
@@ -448,10 +448,7 @@ class RolloutCollector:
             problem=problem,
             trajectories=tuple(t for t, _ in kept),
             scores=tuple(score for _, score in kept),
-            rewards=tuple(
-                shape_overlong(score, len(t.token_ids), limit, a.overlong_buffer, a.overlong_penalty)
-                for t, score in kept
-            ),
+            rewards=tuple(shape_overlong(score, len(t.token_ids), limit, a.overlong_buffer) for t, score in kept),
         )
 
     def _tell_failures(self, trajectories: Sequence[Trajectory]) -> None:
@@ -474,14 +471,14 @@ class RolloutCollector:
         """Return what a checkpoint keeps: the position in the prompts, and the open groups."""
         state: dict[str, object] = {"prompts": self.prompts.state()}
         if self.config.rollout.partial:
-            state["open_groups"] = open_groups.state(self.open_groups)
+            state["open_groups"] = resume.state(self.open_groups)
         return state
 
     def restore(self, state: dict[str, object]) -> None:
         self.prompts.restore(state["prompts"])
         if self.config.rollout.partial:
             size = self.config.rollout.group_size
-            restored = open_groups.restored(state.get("open_groups", []), group_size=size)
+            restored = resume.restored(state.get("open_groups", []), group_size=size)
             self.open_groups = [replace(group, finished=_scored(group.finished)) for group in restored]
 
 

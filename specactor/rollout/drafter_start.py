@@ -69,18 +69,7 @@ def make_specs(
     if not places:
         return []
     engine, models = config.rollout.engine, config.rollout.speculation.in_processes
-    contexts = {}
-    for name, folder in models.items():
-        draft = draft_shape(folder)
-        if draft.is_head:
-            raise ConfigError.at(
-                "rollout.speculation.draft_model",
-                f"an EAGLE-3 head ({folder})",
-                f"a draft model, since {name} is among the drafters",
-                "A head reads the policy's hidden states, which stay in its engine. Use mode coupled with the drafter "
-                "model, or make a draft model with specactor drafter init.",
-            )
-        contexts[name] = min(max_position, draft.max_position)
+    contexts = _contexts(models, max_position)
     requests = host.engines * engine.max_running_requests
     if sleeping and host.has_gpus and engine.max_total_tokens is None:
         raise ConfigError.at(
@@ -116,6 +105,23 @@ def make_specs(
         )
         for name, (index, device, of) in zip(names, places, strict=True)
     ]
+
+
+def _contexts(models: Mapping[str, str], max_position: int) -> dict[str, int]:
+    """Return the longest sequence that each drafter drafts for. Raises ConfigError for a head."""
+    contexts = {}
+    for name, folder in models.items():
+        draft = draft_shape(folder)
+        if draft.is_head:
+            raise ConfigError.at(
+                "rollout.speculation.draft_model",
+                f"an EAGLE-3 head ({folder})",
+                f"a draft model, since {name} is among the drafters",
+                "A head reads the policy's hidden states, which stay in its engine. Use mode coupled with the drafter "
+                "model, or make a draft model with specactor drafter init.",
+            )
+        contexts[name] = min(max_position, draft.max_position)
+    return contexts
 
 
 def place(drafters: int, host: Host) -> list[int]:
@@ -327,10 +333,7 @@ def _endpoints(
         return local_endpoint
     seen = collective.gather(addresses.towards(head), str)
     there = [address for view, address in zip(views, seen, strict=True) if address and view != views[collective.rank]]
-    network, peers = config.parallel.drafter_network, [head, *there]
-    address = collective.together(
-        "drafter address", lambda: addresses.own_address(network, peers=peers) if starts else ""
-    )
+    address = collective.together("drafter address", lambda: addresses.own_address([head, *there]) if starts else "")
     return stack.enter_context(Ports(address)).take
 
 

@@ -82,13 +82,10 @@ class Driver:
         self.done: dict[str, Trajectory] = {}
         self.stopped: dict[str, RolloutRequest] = {}
         """What had begun when there were enough groups, to be gone on with in another rollout."""
-        self._engines = engines
-        self._notify = notify
+        self._engines, self._notify = engines, notify
         # Also for an abort that came too early, see `_progressed`.
         self._report_tokens = report_tokens if policy or refill or enough_groups is not None else 0
-        self._enough = enough_groups
-        self._refill = refill
-        self._waiting = waiting
+        self._enough, self._refill, self._waiting = enough_groups, refill, waiting
         self.added: list[RolloutRequest] = []
         """What `refill` and `waiting` gave."""
         self._borrowed = BorrowedDevices(engines, drafters, policy, clock=clock)

@@ -170,7 +170,7 @@ class EnginePool:
             if time.monotonic() + pause_s >= deadline:
                 raise EngineError(
                     f"engine {lost[0].index} died and could not be replaced within {self._restart_limit_s:g} s, half "
-                    "of parallel.timeout_s: other ranks wait no longer. The end of its log, "
+                    "of what other ranks wait. The end of its log, "
                     f"{lost[0].spec.log_file}:\n{lost[0].log_tail()}"
                 )
             time.sleep(pause_s)  # what killed it, such as memory that another process holds, may pass

@@ -252,8 +252,8 @@ class Session:
     def _check(self, body: Body) -> None:
         """Raises Refusal for what cannot be done."""
         own = self._request.sampling
-        sampling = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-        others = [(name, getattr(body, name), getattr(own, name)) for name in sampling] if own.temperature else []
+        ours = {"temperature": own.temperature, "top_p": own.top_p, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        others = [(name, getattr(body, name), value) for name, value in ours.items()] if own.temperature else []
         limits = [x for x in (body.max_tokens, body.max_completion_tokens) if x is not None]
         for name, value, ok, expected in (
             *((name, v, v is None or v == ours, f"{ours} as in the run, or nothing") for name, v, ours in others),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import Literal
 
 import numpy as np
@@ -24,14 +23,11 @@ from specactor.rollout.speculation.reconfiguration import (
     MODES,
     PLAIN,
     DraftPlan,
-    LiveCosts,
     Mode,
-    Offer,
-    reconfigure,
 )
 from specactor.rollout.speculation.windows import OFF as NO_DRAFTER
 from specactor.rollout.speculation.windows import Choice, Option, choose
-from specactor.simulator.requests import COUPLED, OFF, Ints, Remote, round_of
+from specactor.simulator.requests import COUPLED, DECOUPLED, OFF, Ints, Remote, round_of
 
 SimulatedMode = Literal["off", "coupled", "decoupled", "auto"]
 AHEAD = "decoupled"  # what the plan of requests drafted for elsewhere is called among the choices
@@ -89,15 +85,18 @@ class Decider:
         remote: Remote | None,
         *,
         fits: Mapping[str, int | None],
+        survivals: Mapping[str, Sequence[float]],
     ) -> None:
         """Believe `remote` of a decoupled plan's drafters; `fits`: requests beside which a drafter fits here, None:
-        any."""
-        self.fits = fits
+        any; `survivals`: what the plan expects of each drafter, which is believed until it is seen."""
+        self.fits, self.survivals = fits, survivals
         self.plan, self.policy, self.believed, self.remote = plan, policy, believed, remote
         self.costs = OnlineCosts(believed.costs)
         self.local = tuple(sorted(believed.costs.drafters))
         names = {*self.local, *([plan.draft.drafter] if plan.draft.window else [])}
-        self.acceptance = {name: AcceptanceModel(max_window=policy.max_window) for name in sorted(names)}
+        self.acceptance: dict[str, AcceptanceModel] = {}
+        for name in sorted(names):
+            self.model(name)
         self._current = NO_DRAFTER
 
     @property
@@ -107,11 +106,13 @@ class Decider:
     def model(self, method: str) -> AcceptanceModel:
         """Return the acceptance of any method; one that nobody has seen is believed to be as planned."""
         if method not in self.acceptance:
-            self.acceptance[method] = AcceptanceModel(max_window=self.policy.max_window)
+            first, second = [*self.survivals[method], 0.0][:2]  # acceptance a_1, and a_1 * a_2
+            believed = {"prior_rate": min(first, 0.99), "prior_decay": min(1.0, second / first**2)} if second else {}
+            self.acceptance[method] = AcceptanceModel(max_window=self.policy.max_window, **believed)
         return self.acceptance[method]
 
-    def decide(self, sequences: Sequence[DraftSequence], current: Sequence[DraftPlan], served: float) -> Decision:
-        """Decide for each request, given what it does now; `served`: requests of this engine's remote drafter."""
+    def decide(self, sequences: Sequence[DraftSequence], served: float) -> Decision:
+        """Decide for each request; `served`: requests of this engine's remote drafter."""
         requests = len(sequences)
         if not self.adapts:
             return _same(self.plan.draft, requests)
@@ -124,9 +125,8 @@ class Decider:
             for name in self.local
             if self._fits(name, requests)
         }
-        ahead: list[DraftPlan] = []
         if self.remote is not None:
-            ahead, choice = self._ahead(sequences, current, replace(self.remote, served=max(served, 1.0)))
+            choice = self._ahead(sequences, replace(self.remote, served=max(served, 1.0)))
             options[AHEAD] = Option(choice=choice, factor=self.costs.correction.factor(AHEAD))
         chosen = choose(options, requests=requests, plain_s=self.costs.plain_s(requests), current=self._current)
         self._current = chosen.drafter
@@ -136,8 +136,7 @@ class Decider:
         uncorrected_s = chosen.round_s / options[chosen.drafter].factor
         window_B = np.array(chosen.windows, np.int64)
         if chosen.drafter == AHEAD:
-            mode_B = np.array([MODES.index(plan.mode) for plan in ahead], np.int64)
-            drafter = self.plan.draft.drafter
+            mode_B, drafter = np.where(window_B > 0, DECOUPLED, OFF), self.plan.draft.drafter
         else:
             mode_B, drafter = np.where(window_B > 0, COUPLED, OFF), chosen.drafter
         return Decision(drafter=drafter, modes=mode_B, windows=window_B, kind=chosen.drafter, predicted_s=uncorrected_s)
@@ -146,26 +145,19 @@ class Decider:
         most = self.fits.get(name)
         return most is None or requests <= most
 
-    def _ahead(
-        self, sequences: Sequence[DraftSequence], current: Sequence[DraftPlan], remote: Remote
-    ) -> tuple[list[DraftPlan], Choice]:
-        """Run Algorithm 2 on live estimates; return its plans, and what a round of them should bring."""
+    def _ahead(self, sequences: Sequence[DraftSequence], remote: Remote) -> Choice:
+        """Return the best window of those that drafters offer, the same for all requests, and what a round of it should
+        bring: a drafter drafts for all of them in the same steps, so the longest window is what everybody waits for."""
         name, table, requests = self.plan.draft.drafter, self.believed.costs, len(sequences)
         survival_BW = self.acceptance[name].survivals([s.request_id for s in sequences], covered=False)
-        live = LiveCosts.of(
-            table,
-            requests=requests,
-            max_window=self.policy.max_window,
-            drafter=name if self._fits(name, requests) else "",
-            remote=remote.seconds,
-            served=ceil(remote.served),
-            message_s=remote.message_s,
-        )
-        plans = reconfigure([Offer(drafter=name, survival=survival_BW, costs=live)], current)
-        windows = tuple(plan.window for plan in plans)
-        mode_B = np.array([MODES.index(plan.mode) for plan in plans], np.int64)
-        found = round_of(survival_BW, mode_B, np.array(windows), table=table, drafter=name, remote=remote)
-        return plans, Choice(windows=windows, emitted=float(found.tokens.sum()), round_s=found.seconds)
+        mode_B = np.full(requests, DECOUPLED)
+        found = [
+            round_of(survival_BW, mode_B, np.full(requests, window), table=table, drafter=name, remote=remote)
+            for window in range(1, self.policy.max_window + 1)
+        ]
+        best = max(range(len(found)), key=lambda i: float(found[i].tokens.sum()) / found[i].seconds)
+        emitted, seconds = float(found[best].tokens.sum()), found[best].seconds
+        return Choice(windows=(best + 1,) * requests, emitted=emitted, round_s=seconds)
 
     def saw(self, method: str, request_id: str, *, asked: int, accepted: int) -> None:
         self.model(method).observe(request_id, asked, accepted, asked=asked)

@@ -17,7 +17,7 @@ from specactor.planning.plans import VerifierOption
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
 from specactor.rollout.speculation.fastest_of_n import best_window
-from specactor.rollout.speculation.reconfiguration import MODES, PLAIN, DraftPlan, LiveCosts
+from specactor.rollout.speculation.reconfiguration import MODES, LiveCosts
 from specactor.simulator.decide import Decider, Decision
 from specactor.simulator.requests import Beside, Floats, Ints, Remote, Round, round_of
 
@@ -67,14 +67,6 @@ class Engine:
         self.requests_decided = 0
         self._look = FIRST_LOOK
         self._new = 0
-
-    @property
-    def plans(self) -> list[DraftPlan]:
-        name, of = self.decision.drafter, self.decision
-        return [
-            DraftPlan(mode=MODES[mode], drafter=name, window=window) if window else PLAIN
-            for mode, window in zip(of.modes.tolist(), of.windows.tolist(), strict=True)
-        ]
 
     def admit(self, room: int | None) -> Ints:
         """Begin waiting requests while there is room; return which."""

@@ -143,8 +143,11 @@ class Rollout:
             for name in option.costs.drafters
             if (own := self.options.drafter(name))
         }
+        survivals = {drafter.name: drafter.survival for drafter in self.options.drafters}
         return [
-            Engine(i, option, Decider(self.plan, option, self.policy, self.remote, fits=fits), slow)
+            Engine(
+                i, option, Decider(self.plan, option, self.policy, self.remote, fits=fits, survivals=survivals), slow
+            )
             for i, slow in enumerate(slow_E.tolist())
         ]
 
@@ -218,8 +221,7 @@ class Rollout:
             show(engine, self._survivals, self.ids.__getitem__, self.rng, max_window=self.policy.max_window)
             engine.since += self.world.replan_s * (engine.decisions > 0)
         sequences = [self.sequences[i] for i in engine.running.tolist()]
-        plans = engine.plans if engine.decider.remote is not None else ()  # what they do is asked there only
-        engine.decided(engine.decider.decide(sequences, plans, self._served()))
+        engine.decided(engine.decider.decide(sequences, self._served()))
 
     def _survivals(self, which: Ints, method: str) -> Floats:
         return survivals(

@@ -56,16 +56,16 @@ def informative(rewards: Sequence[float]) -> bool:
     return any(r != rewards[0] for r in rewards)
 
 
-def shape_overlong(reward: float, length: int, max_new_tokens: int, buffer: int, penalty: float) -> float:
-    """The reward after DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13, times `penalty`.
+def shape_overlong(reward: float, length: int, max_new_tokens: int, buffer: int) -> float:
+    """The reward after DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13.
 
-    Nothing is lost up to ``max_new_tokens - buffer`` tokens, then linearly more, and `penalty` from `max_new_tokens`
-    on. ``buffer = 0`` switches it off.
+    Nothing is lost up to ``max_new_tokens - buffer`` tokens, then linearly more, and 1 from `max_new_tokens` on.
+    ``buffer = 0`` switches it off.
     """
     if buffer == 0:
         return reward
     over = length - (max_new_tokens - buffer)
-    return reward - penalty * min(max(over / buffer, 0.0), 1.0)
+    return reward - min(max(over / buffer, 0.0), 1.0)
 
 
 def _check_group(index: int, rewards: Sequence[float]) -> None:

@@ -26,7 +26,6 @@ from specactor.trainer.advantages import STD_EPS
 
 LossKind = Literal["ppo_clip", "gspo", "cispo"]
 Aggregation = Literal["sequence_mean", "token_mean", "fixed_length"]
-KlKind = Literal["k1", "k3"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held within +-20 before exp: e^20 = 5e8 is beyond any useful ratio and keeps float32 finite."""
@@ -109,27 +108,15 @@ def token_weights(response_lens: Sequence[int], aggregation: Aggregation, max_ne
             assert_never(aggregation)
 
 
-def kl_T(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: KlKind) -> Tensor:
-    """Estimate of KL(policy || reference) from every sampled token, to be added to its loss.
+def kl_T(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """Estimate KL(policy || reference) from every sampled token, to be added to its loss.
 
-    With d = reference - policy log-probability (J. Schulman, "Approximating KL Divergence", 2020):
-
-    - k1 = -d: unbiased, may be negative. Differentiated as it stands, its gradient has expectation zero and restrains
-      nothing. So the gradient here is that of k2 = d^2 / 2, which, over tokens that the policy sampled, is an
-      unbiased gradient of KL(policy || reference) of the next-token distributions at the visited prefixes.
-    - k3 = exp(d) - 1 - d: unbiased, never negative, less variance; GRPO's (arXiv 2402.03300 eq. 4). Its gradient is an
-      unbiased one of KL(reference || policy): alike near the reference, different far from it.
+    With d = reference - policy log-probability it is k3 = exp(d) - 1 - d (J. Schulman, "Approximating KL Divergence",
+    2020): unbiased, never negative; GRPO's (arXiv 2402.03300 eq. 4). Its gradient is an unbiased one of
+    KL(reference || policy): alike near the reference, different far from it.
     """
-    d_T = ref_logprobs_T.detach() - logprobs_T
-    match kind:
-        case "k1":
-            k2_T = d_T.square() / 2
-            return -d_T.detach() + (k2_T - k2_T.detach())
-        case "k3":
-            d_T = d_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            return torch.expm1(d_T) - d_T
-        case _:
-            assert_never(kind)
+    d_T = (ref_logprobs_T.detach() - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.expm1(d_T) - d_T
 
 
 def gae(

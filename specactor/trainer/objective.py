@@ -154,8 +154,8 @@ class PolicyObjective:
             weights_R, weighed = self._correction(batch, old_R, batch.rollout_R)
             loss_R = loss_R * weights_R
             sums |= weighed
-        if batch.ref_R is not None and algorithm.kl != "off":
-            penalty_R = kl_T(logprobs_R, batch.ref_R, algorithm.kl)
+        if batch.ref_R is not None and algorithm.kl_coef:
+            penalty_R = kl_T(logprobs_R, batch.ref_R)
             loss_R = loss_R + algorithm.kl_coef * penalty_R
             sums["kl"] = penalty_R.detach().sum()
         loss = (loss_R * batch.weights_R).sum()

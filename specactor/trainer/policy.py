@@ -72,7 +72,7 @@ class TrainStats:
     cut_fraction: float
     """Share of response tokens whose weight the correction's bounds changed; nan without correction."""
     kl: float
-    """Mean per response token of the estimate of KL(policy || reference); 0 with algorithm.kl = off."""
+    """Mean per response token of the estimate of KL(policy || reference); 0 with algorithm.kl_coef 0."""
     tokens: int
     """Response tokens learned from."""
     scored: int
@@ -104,7 +104,7 @@ class PolicyTrainer(ModelTrainer):
         algorithm, temperature, gap = config.algorithm, config.rollout.temperature, config.train.max_logprob_gap
         self._objective = PolicyObjective(algorithm, temperature, gap, SLACK[config.model.dtype])
         self._reference: list[Tensor] = []
-        if config.algorithm.kl != "off":
+        if config.algorithm.kl_coef:
             self.take_reference()
 
     @property

@@ -11,16 +11,36 @@ import pytest
 from benchmarks import drafter_refresh, drafter_refresh_runs
 from benchmarks.drafter_refresh import KINDS
 from benchmarks.drafter_refresh_runs import Run, differences
+from specactor.replay import records
 
 OPTIONS = argparse.Namespace(steps=2, window=4, share=0.03, start="cut")
 
 
+def response(*tokens: int) -> records.SampleRecord:
+    return records.SampleRecord.of(
+        request_id="0.0.0",
+        group=0,
+        sample=0,
+        problem=0,
+        seed=0,
+        spans=(),
+        finish_reason="stop",
+        score=1.0,
+        reward=1.0,
+        advantage=0.0,
+        prompt_ids=[1],
+        token_ids=tokens,
+        logprobs=[-1.0] * len(tokens),
+        routed_experts=b"",
+        is_whole=False,
+    )
+
+
 def write_run(folder: Path, *, token: int = 7, loss: float = 0.5, length: float | None = None) -> Path:
     """Two RL steps of 3 s with 100 tokens each, after each of which 0.25 s went into a refresh."""
-    (folder / "rollouts").mkdir(parents=True)
     lines: list[dict[str, object]] = [{"step": 0, "accuracy/eval": 0.5}]
     for step in (1, 2):
-        (folder / "rollouts" / f"step-00000{step}.jsonl").write_text(json.dumps({"token_ids": [token, step]}) + "\n")
+        records.write(folder, records.StepRecord(step=step, samples=(response(token, step),)))
         times = {"time/rollout_s": 2.0, "time/train_s": 0.75, "time/refresh_s": 0.25}
         lines.append({"step": step, "policy/loss": loss, "rollout/tokens": 100, **times})
         if length is not None:

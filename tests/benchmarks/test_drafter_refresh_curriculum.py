@@ -38,7 +38,7 @@ def test_every_step_has_its_problems(tmp_path: Path) -> None:
 def test_the_recipe_draws_in_order_and_does_not_warm_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "task_target", lambda task: tmp_path / task)
     config = module.recipe()
-    assert not config.data.shuffle
+    assert config.data.order == "source"
     assert config.model.path == str(tmp_path / "A")
     assert not config.warmup.solver
     assert config.data.eval_source(9) == quickstart.recipe().data.eval_source(9)

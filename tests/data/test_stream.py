@@ -203,7 +203,7 @@ def test_a_restored_curriculum_goes_on_as_if_nothing_had_happened(
 
 def test_a_curriculum_and_a_plain_order_are_not_resumed_as_each_other() -> None:
     plain, curriculum = PromptStream(3, 3), CurriculumStream(PromptStream(3, 3), 3)
-    with pytest.raises(CheckpointError, match=r"expected that of a curriculum. Resume with the data.curriculum that"):
+    with pytest.raises(CheckpointError, match=r"expected that of a curriculum. Resume with the data.order that"):
         curriculum.restore(plain.state())
     with pytest.raises(CheckpointError, match="data position: got"):
         plain.restore(curriculum.state())

@@ -26,7 +26,6 @@ from specactor.config import (
     ModelConfig,
     ParallelConfig,
     SpeculationConfig,
-    TinyModelConfig,
     TrackingConfig,
     WarmupConfig,
     WeightsSyncConfig,
@@ -66,8 +65,8 @@ def cut(config: Config, folder: Path) -> Config:
     return replace(
         config,
         output_dir=str(folder / "runs"),
-        model=ModelConfig(tiny=TinyModelConfig(num_layers=2), dtype="float32"),
-        data=DataConfig(train=str(files[0]), eval=str(files[1])),
+        model=ModelConfig(path="tiny:2", dtype="float32"),
+        data=DataConfig(train=str(files[0]), eval=(str(files[1]),)),
         parallel=ParallelConfig(),
         warmup=WarmupConfig(),
         rollout=replace(

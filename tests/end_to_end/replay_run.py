@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from launch import train_moe
-from specactor.config import Config, EngineConfig, SpeculationConfig, TinyModelConfig
+from specactor.config import Config, EngineConfig, ModelConfig, SpeculationConfig, TinyModelConfig
+from specactor.data.tiny_model import make_tiny_model
 from specactor.recipes import load
 from tests.end_to_end.recipes_run import cut
 
@@ -37,7 +38,7 @@ def config_of(name: str, folder: Path) -> Config:
     return replace(
         config,
         name=name,
-        model=replace(config.model, tiny=TinyModelConfig(num_layers=4, num_experts=experts), dtype=dtype),
+        model=ModelConfig(path=str(folder / f"model-{experts}"), dtype=dtype),
         rollout=replace(config.rollout, engine=engine, speculation=speculation, max_new_tokens=24),
         train=replace(
             config.train,
@@ -61,6 +62,8 @@ def main(folder: Path) -> None:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     run.destroy_groups = partial(run.destroy_groups, keep_process_group=True)  # type: ignore[assignment]
+    for experts in {experts for _, experts, _ in RUNS.values()}:
+        make_tiny_model(TinyModelConfig(num_experts=experts), 0, folder / f"model-{experts}")
     for name in RUNS:
         config = config_of(name, folder)
         run.run(config, rank=0, local_rank=0, world=1, head="127.0.0.1", failures=Failures(0, None))

@@ -15,7 +15,7 @@ from tests.end_to_end.test_run import deterministic
 STEPS = ("--train.steps", "5", "--train.learning-rate", "3e-3")
 SPECULATION = ("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model")
 HEAD = (*SPECULATION, "--rollout.speculation.draft-model", "warm-up-head", "--rollout.speculation.window", "4")
-LEARNING = ("--distillation.refresh", "every_step", "--distillation.max-time-share", "inf")
+LEARNING = ("--distillation.refresh", "inf")
 LEARNING += ("--distillation.max-updates", "4", "--distillation.tokens-per-update", "2048")
 OF_HEAD = ("version", "oldest_version", "updates", "tokens", "loss", "kl", "overlap", "grad_norm", "buffer_tokens")
 

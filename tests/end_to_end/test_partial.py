@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from specactor.metrics import TAIL, read_metrics
-from specactor.rollout import open_groups
-from specactor.rollout.open_groups import OpenGroup
+from specactor.rollout import resume
+from specactor.rollout.resume import OpenGroup
 from tests.end_to_end.conftest import Launched, Launcher
 
 pytestmark = pytest.mark.deep
@@ -30,7 +30,7 @@ def partial(launcher: Launcher) -> Launched:
 
 def kept_open(folder: Path, step: int) -> list[OpenGroup]:
     about = json.loads((folder / "checkpoints" / f"step-{step:06d}" / "state.json").read_text())
-    return open_groups.restored(about["state"]["open_groups"], group_size=8)
+    return resume.restored(about["state"]["open_groups"], group_size=8)
 
 
 def test_steps_stop_and_go_on_across_a_resume(partial: Launched, launcher: Launcher) -> None:

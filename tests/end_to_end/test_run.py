@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from specactor.config.engine import SAME_BITS
+from specactor.config.rollout import SAME_BITS
 from specactor.cpu.sglang import environment
 from specactor.metrics import METRICS, read_metrics
-from specactor.trainer.drafter.rollout_files import read_rollouts
+from specactor.trainer.drafter.buffer import read_rollouts
 from tests.end_to_end.conftest import Launched, Launcher
 
 REFERENCE = Path(__file__).with_name("greedy_reference.py")
@@ -70,8 +70,8 @@ def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
     drafters = ("--rollout.speculation.drafters", liar, "decoupled", "suffix")
     window = ("--rollout.speculation.window", "4")  # fixed: whether `auto` drafts depends on the machine's speed
     seen = ("--tracking.trace", "2", "--parallel.drafters", "1")
-    learning = ("--distillation.refresh", "every_step", "--distillation.max-time-share", "inf")
-    learning += ("--distillation.max-updates", "2", "--distillation.keep-rollouts", "True")
+    learning = ("--distillation.refresh", "inf")
+    learning += ("--distillation.max-updates", "2", "--tracking.record", "full")
     audited = ("--rollout.audit", "stop")
     drafted = launcher.run("speculating", *speculation, *drafters, *window, *seen, *learning, *audited)
     assert drafted.code == 0, drafted.output
@@ -96,7 +96,7 @@ def test_speculation_changes_neither_tokens_nor_rewards_nor_losses(
     assert [line["drafter/version"] for line in lines] == [1, 1], "after the last step there is no rollout to serve"
     assert [line["drafter/oldest_version"] for line in lines] == [1, 1]
     assert [line["drafter/refused"] for line in lines] == [0, 0]
-    assert [len(read_rollouts([drafted.folder / "rollouts" / f"step-00000{n}.jsonl"])) for n in (1, 2)] == [64, 64]
+    assert [len(read_rollouts([drafted.folder / "records" / f"step-00000{n}.bin"])) for n in (1, 2)] == [64, 64]
     assert (drafted.folder / "draft_model" / "config.json").exists()
     [trace] = (drafted.folder / "traces").iterdir()
     assert trace.name == "step-000002.json"

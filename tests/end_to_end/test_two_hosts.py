@@ -28,10 +28,8 @@ def test_drafters_of_another_host_change_neither_tokens_nor_rewards_nor_losses(
     finished: Launched, launcher: Launcher, draft_model: str
 ) -> None:
     """The second host has no engine. The other run does not speculate, on one host."""
-    job = ("--parallel.drafter-network", "127.0.0.0/8")
-    learning = ("--distillation.refresh", "every_step", "--distillation.max-updates", "2")
-    learning += ("--distillation.max-time-share", "inf")  # one update may take long on a busy machine
-    run = launch(launcher, "two_hosts", draft_model, *job, *learning)
+    learning = ("--distillation.refresh", "inf", "--distillation.max-updates", "2")
+    run = launch(launcher, "two_hosts", draft_model, *learning)
     assert run.code == 0, run.output
     assert deterministic(run.folder) == deterministic(finished.folder)
     for step in (0, 2):
@@ -43,9 +41,3 @@ def test_drafters_of_another_host_change_neither_tokens_nor_rewards_nor_losses(
     assert [line["speculation/decoupled/processes"] for line in lines] == [1, 1]
     assert [line["drafter/oldest_version"] for line in lines] == [1, 1], "new weights reach it there"
     assert writers(run.folder / "engines") == []
-
-
-def test_two_hosts_that_cannot_reach_each_other(launcher: Launcher, draft_model: str) -> None:
-    refused = launch(launcher, "apart", draft_model)
-    assert refused.code != 0
-    assert "parallel.drafter_network: got '', expected a network that drafters' hosts are in" in refused.output

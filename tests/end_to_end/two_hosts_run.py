@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import train_moe
 
 def main() -> int:
     train_moe.set_environment()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the network between them
     import msgspec
 
     from specactor.parallel.failure import Member

@@ -27,7 +27,7 @@ from tests.lib.ranks import run_alone, torchrun
 STEPS = ("--train.steps", "3", "--resume", "auto", "--tracking.wandb", "off")
 LEARNING = (
     *("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model"),
-    *("--rollout.speculation.window", "2", "--distillation.refresh", "every_step"),
+    *("--rollout.speculation.window", "2", "--distillation.refresh", "0.03"),
     *("--distillation.max-updates", "24", "--distillation.max-time-share", "inf"),
 )
 """So many updates always fit, so the draft model's losses are reproducible; and they last long enough to be struck."""

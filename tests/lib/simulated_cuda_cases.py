@@ -47,8 +47,6 @@ def batch_on(device: str) -> tuple[Any, Any]:
         min_ps=torch.zeros(count, device=device),
         sampling_seed=torch.arange(count, device=device),
         logit_bias=None,
-        acc_additive_penalties=None,
-        acc_scaling_penalties=None,
         sampling_mask_batch_indices=None,
         need_min_p_sampling=False,
     )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from specactor.parallel.devices import PROBES, detect, gpu_uuid, gpus, probe, wandb_key
+from specactor.parallel.devices import PROBES, detect, gpu_uuid, gpus, probe, return_unused, wandb_key
 
 
 def test_this_machine() -> None:
@@ -22,6 +24,17 @@ def test_this_machine() -> None:
     assert len(found.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert found.wandb_key in (True, False)
     assert all(found.has(name) == package.works for name, package in found.packages.items())
+
+
+def test_free_pages_between_used_ones_go_back() -> None:
+    process, size = psutil.Process(), 2**16  # too small to be mapped alone
+    every = [ctypes.create_string_buffer(size) for _ in range(2000)]
+    kept = every[::8]
+    del every
+    before = process.memory_info().rss
+    return_unused()
+    assert before - process.memory_info().rss > 1500 * size
+    assert len(kept) == 250
 
 
 def test_the_cpu_platform_is_no_gpu() -> None:

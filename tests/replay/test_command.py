@@ -125,7 +125,7 @@ def test_what_was_not_recorded_is_one_line(tmp_path: Path, arguments: tuple[obje
 
 
 def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
-    config = replace(quickstart.recipe(), model=ModelConfig(tiny=None, path=str(tmp_path / "gone")))
+    config = replace(quickstart.recipe(), model=ModelConfig(path=str(tmp_path / "gone")))
     run = write_run(tmp_path / "run", RUN, config)
     with pytest.raises(ConfigError, match=r"model\.path: got .*gone.*Put it back, or name its copy with --model\.path"):
         called(command.replay, run, "--step", 2)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 import specactor.trainer.model  # noqa: F401  # first of what imports Megatron
+from specactor.recipes import load
 from specactor.replay import records
 from specactor.replay.recorder import StepRecorder
 from specactor.samples import packed
@@ -58,8 +59,7 @@ def step_of(
         for t, advantage in zip(both, (0.25, -0.25), strict=True)
         for _ in (t, *t.branches)
     ]
-    config = {"parallel": {"engines": 1}}
-    recorder = StepRecorder(folder, config, "sampled", trainer=None, collective=Alone())  # type: ignore[arg-type]
+    recorder = StepRecorder(load(["quickstart"]), folder, trainer=None, collective=Alone())  # type: ignore[arg-type]
     recorder.stepped(1, 0, [group], batch, None, data, is_suspect=is_suspect)
     return records.read(records.file_of(folder, 1))
 

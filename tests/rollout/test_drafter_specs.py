@@ -102,7 +102,7 @@ def test_another_tokenizer(tmp_path: Path, drafters: tuple[str, ...], mode: str,
     made, folders = listed(tmp_path, *drafters, mode=mode, processes=processes)
     policy = tmp_path / "policy"
     policy.mkdir()
-    made = replace(made, model=replace(made.model, tiny=None, path=str(policy)))
+    made = replace(made, model=replace(made.model, path=str(policy)))
     for folder in (policy, folders[0]):
         (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
     check_tokenizers(made)  # nothing is known of the second one's

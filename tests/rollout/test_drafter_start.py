@@ -24,7 +24,7 @@ from tests.rollout.test_drafter_specs import spread
 T = TypeVar("T")
 MEMBERS = [Member(machine="abc"[i // 2], pid=i, visible=str(i % 2), local_rank=i % 2) for i in range(6)]
 """Two launchers' ranks per host, of which each sees a device of its own."""
-JOB = {"drafter_hosts": (0, 1, 2), "drafter_network": "127.0.0.0/8"}
+JOB = {"drafter_hosts": (0, 1, 2)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "host": {},
     "job": JOB,
@@ -97,6 +97,7 @@ def start(config: Config, folder: Path, stacks: Sequence[ExitStack]) -> list[Sta
 def check(folder: Path, monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> None:
     config = spread(folder, **parallel)
     p, requests = config.parallel, config.rollout.engine.max_running_requests
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(drafter_start, "DrafterPool", lambda specs, on_gpus: nullcontext(specs))
     with ExitStack() as outer:
         started = start(config, folder, [outer.enter_context(ExitStack()) for _ in MEMBERS])

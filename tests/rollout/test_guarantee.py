@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specactor.config import EngineConfig
-from specactor.config.engine import SAME_BITS, SAME_LAW, guarantee
+from specactor.config.rollout import SAME_BITS, SAME_LAW, guarantee
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import CheckpointError
-from specactor.rollout import open_groups
-from specactor.rollout.open_groups import OpenGroup
-from specactor.rollout.resume import going_on, whole
+from specactor.rollout import resume
+from specactor.rollout.resume import OpenGroup, going_on, whole
 from specactor.samples import packed
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
@@ -65,7 +64,7 @@ def roll_out(
 @given(st.integers(0, 10**6), st.integers(1, 6), st.floats(1.0, 3.0))
 def test_steps(seed: int, want: int, oversample: float) -> None:
     chance = random.Random(seed)
-    in_flight = open_groups.num_in_flight(want, oversample)
+    in_flight = resume.num_in_flight(want, oversample)
     assert want <= in_flight <= want * oversample + 1
     carried: list[OpenGroup] = []
     asked = learned = 0
@@ -74,13 +73,13 @@ def test_steps(seed: int, want: int, oversample: float) -> None:
         fresh = in_flight - len(carried)
         problems = list(range(asked, asked + fresh))
         asked += fresh
-        groups = open_groups.opened(carried, problems, make_requests(step, fresh))
+        groups = resume.opened(carried, problems, make_requests(step, fresh))
         assert [r.group_id for group in groups for r in group.requests] == [
             i for i in range(in_flight) for _ in range(SIZE)
         ]
         found, stopped = roll_out(groups, want, step, chance)
-        kept, carried = open_groups.settled([group.after(found, stopped) for group in groups], want)
-        carried = open_groups.restored(json.loads(json.dumps(open_groups.state(carried))), group_size=SIZE)
+        kept, carried = resume.settled([group.after(found, stopped) for group in groups], want)
+        carried = resume.restored(json.loads(json.dumps(resume.state(carried))), group_size=SIZE)
         assert len(kept) == want
         for group in kept:
             for request, response in zip(group.requests, group.trajectories, strict=True):
@@ -98,11 +97,11 @@ def test_steps(seed: int, want: int, oversample: float) -> None:
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 10**6))
 def test_the_shares_of_all_ranks_make_enough(want: int, engines: int, seed: int) -> None:
     chance = random.Random(seed)
-    groups = open_groups.opened([], range(want + 3), make_requests(0, want + 3))
+    groups = resume.opened([], range(want + 3), make_requests(0, want + 3))
     done = {r.request_id: respond(r, 1, 0, ends=True) for r in groups[0].requests if chance.random() < 0.7}
     groups = [group.after(done, {}) for group in groups]
     ranks = [[engine] for engine in range(engines)]
-    shares = [open_groups.share(groups, want, engines=engines, own=own) for own in ranks]
+    shares = [resume.share(groups, want, engines=engines, own=own) for own in ranks]
     complete = sum(group.complete for group in groups)
     assert sum(max(0, share) for share in shares) + complete >= want
     for own, share in zip(ranks, shares, strict=True):
@@ -114,23 +113,23 @@ def test_a_wrong_version_forgets_what_was_begun() -> None:
     """Then the tokens of a step would be sampled again: the state of a checkpoint would not tell."""
     [request] = make_requests(0, 1)[:1]
     begun = going_on(request, respond(request, 3, 0, ends=False))
-    [group] = open_groups.opened([], [7], [begun])
-    [back] = open_groups.restored(json.loads(json.dumps(open_groups.state([group]))), group_size=1)
+    [group] = resume.opened([], [7], [begun])
+    [back] = resume.restored(json.loads(json.dumps(resume.state([group]))), group_size=1)
     assert back == group
     assert back != replace(group, requests=(request,))
 
 
 def test_a_damaged_state_is_refused() -> None:
     with pytest.raises(CheckpointError, match="open groups"):
-        open_groups.restored([{"problem": "x"}], group_size=SIZE)
-    groups = open_groups.opened([], [7], make_requests(0, 1))
+        resume.restored([{"problem": "x"}], group_size=SIZE)
+    groups = resume.opened([], [7], make_requests(0, 1))
     with pytest.raises(CheckpointError, match=r"rollout\.group_size: got 5, expected 2"):
-        open_groups.restored(open_groups.state(groups), group_size=5)
+        resume.restored(resume.state(groups), group_size=5)
 
 
 def test_responses_in_arrays_come_back_from_a_checkpoint() -> None:
     [request, _] = make_requests(0, 1)
     kept = packed(respond(request, 2, 0, ends=True))
     group = OpenGroup(problem=0, requests=(request,), finished={request.request_id: kept})
-    [back] = open_groups.restored(json.loads(json.dumps(open_groups.state([group]))), group_size=1)
+    [back] = resume.restored(json.loads(json.dumps(resume.state([group]))), group_size=1)
     assert packed(back.finished[request.request_id]) == kept

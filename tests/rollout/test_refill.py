@@ -262,7 +262,7 @@ def test_steps_have_the_same_groups_and_go_on_in_the_same_place(
     """Also after a resume, and with a curriculum, which hears of all groups up to the last that is kept."""
     folder = tmp_path_factory.mktemp("characters")
     make_char_tokenizer(folder)
-    tokenizer, options = load_tokenizer(folder), {"rollout__oversample": oversample, "data__curriculum": "True"}
+    tokenizer, options = load_tokenizer(folder), {"rollout__oversample": oversample, "data__order": "curriculum"}
     settings: list[list[FakeEngine]] = [
         [Ready()],
         [Ready(delay_s=0.05), Ready(index=1)],

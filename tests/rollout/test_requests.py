@@ -51,10 +51,6 @@ def test_sampling_options_are_those_of_the_settings() -> None:
     options = {
         "top_p": 0.9,
         "top_k": 5,
-        "min_p": 0.1,
-        "frequency_penalty": 0.2,
-        "presence_penalty": 0.3,
-        "repetition_penalty": 1.4,
         "stop": ("x",),
         "stop_token_ids": (7,),
     }

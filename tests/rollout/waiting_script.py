@@ -133,7 +133,7 @@ def rollout(collective: Collective, folder: Path, options: dict[str, Any]) -> di
             pool.engines = cast("list[Engine]", [PacedEngine(rank, engine.token_s)])
 
     words = f"--rollout.prompts-per-step {PROMPTS} --rollout.group-size {SIZE} --parallel.engines {world}"
-    words += f" --rollout.engine.max-running-requests {SLOTS} --algorithm.dynamic-sampling False"
+    words += f" --rollout.engine.max-running-requests {SLOTS} --algorithm.dynamic-sampling off"
     verifier = "tests.rollout.verifiers:even"
     problems = [
         Problem(index=i, prompt="", prompt_ids=(1 + i,), answer="", verifier=verifier, metadata={})

@@ -12,7 +12,7 @@ import pytest
 from specactor.planning import command as planning
 from specactor.planning import search
 from specactor.rollout import pool, tail
-from specactor.rollout.speculation import estimates, fastest_of_n, planner, reconfiguration, windows
+from specactor.rollout.speculation import estimates, fastest_of_n, planner, windows
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.windows import OFF
 from specactor.simulator import decide as deciding
@@ -31,7 +31,6 @@ def test_decisions_are_those_of_the_engine() -> None:
     assert deciding.choose is planner.choose is windows.choose
     assert deciding.AcceptanceModel is estimates.AcceptanceModel
     assert deciding.OnlineCosts is estimates.OnlineCosts
-    assert deciding.reconfigure is planner.reconfigure is reconfiguration.reconfigure
     assert rollout.assign is pool.assign
     assert engine.best_window is fastest_of_n.best_window
     assert tail.speedup is fastest_of_n.speedup
@@ -65,7 +64,8 @@ def decider(*, p: float = 0.6, ahead: bool = False, fits: Mapping[str, int] | No
     policy = Policy(max_window=W, **more)  # type: ignore[arg-type]
     plan = placed(cluster(of), found, Policy(mode="decoupled", max_window=W) if ahead else policy)
     remote = Remote(seconds=drafting(0.001), served=8.0, message_s=0.0) if ahead else None
-    return Decider(plan, found.verifiers[0], policy, remote, fits=dict(fits or {}))
+    survivals = {drafter.name: drafter.survival for drafter in found.drafters}
+    return Decider(plan, found.verifiers[0], policy, remote, fits=dict(fits or {}), survivals=survivals)
 
 
 def teach(one: Decider, method: str, accepted: int, times: int = 40) -> None:
@@ -75,7 +75,7 @@ def teach(one: Decider, method: str, accepted: int, times: int = 40) -> None:
 
 
 def decide(one: Decider) -> Decision:
-    return one.decide(SEQUENCES, [one.plan.draft] * len(SEQUENCES), 8.0)
+    return one.decide(SEQUENCES, 8.0)
 
 
 def test_windows_follow_what_was_seen() -> None:
@@ -107,6 +107,27 @@ def test_a_drafter_elsewhere_is_reconfigured() -> None:
     found = decide(one)
     assert found.kind in (AHEAD, one.plan.draft.drafter)
     assert found.windows.max() == W
+
+
+def test_a_drafter_elsewhere_offers_all_requests_one_window() -> None:
+    """The best for all: requests with windows of their own would wait for the longest."""
+    one = decider(ahead=True, p=0.9)
+    for name in one.local:
+        one.fits = {name: 0 for name in one.local}
+    teach(one, one.plan.draft.drafter, 2)
+    for sequence in SEQUENCES[::2]:  # every other request is nearly always right
+        for _ in range(400):
+            one.saw(one.plan.draft.drafter, sequence.request_id, asked=W, accepted=W)
+    found = decide(one)
+    assert found.kind == AHEAD
+    assert len(set(found.windows.tolist())) == 1
+
+
+def test_a_drafter_that_nobody_has_seen_is_believed_to_be_as_planned() -> None:
+    one = decider(p=0.9)
+    for drafter, planned in one.survivals.items():
+        believed = one.model(drafter).survivals(["0"], covered=False)[0]
+        assert believed[:2] == pytest.approx(planned[:2], rel=0.02)
 
 
 def test_rounds_that_take_longer_than_predicted_are_believed() -> None:

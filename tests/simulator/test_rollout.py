@@ -207,7 +207,7 @@ def test_delays_cost_time() -> None:
     none = NO_DELAYS
     free = simulated(of, policy, delays=none).seconds
     for name in ("start_s", "replan_s"):
-        assert simulated(of, policy, delays={**none, name: 0.2}).seconds > free
+        assert simulated(of, policy, delays={**none, name: 2.0}).seconds > free
     ahead = Policy(mode="decoupled", max_window=W)
     assert simulated(of, ahead, delays={**none, "rollback_s": 0.05}).seconds > simulated(of, ahead, delays=none).seconds
     late, found = uneven(), candidates(0.6, local=False)

@@ -63,7 +63,7 @@ def use(trainer: PolicyTrainer, case: cases.Case) -> None:
     trainer.config = cases.with_case(trainer.config, case)
     trainer._objective = PolicyObjective(case.algorithm, cases.TEMPERATURE, cases.MAX_GAP)
     trainer._reference = []
-    if case.algorithm.kl != "off":
+    if case.algorithm.kl_coef:
         trainer.take_reference()
 
 
@@ -261,7 +261,7 @@ def more_checks(trainer: PolicyTrainer, entry: dict[str, Any]) -> dict[str, Any]
         "logprobs": trainer.logprobs(SEQUENCES),
         "supervised_before": trainer.supervised_step(SEQUENCES, learning_rate=0.0),
     }
-    algorithm = replace(cases.CASES["grpo"].algorithm, kl="k3", kl_coef=0.1)
+    algorithm = replace(cases.CASES["grpo"].algorithm, kl_coef=0.1)
     use(trainer, cases.Case(algorithm, 1, cases.LEARNING_RATE))
     stale = [replace(s, num_stale=s.response_len // 2) for s in SEQUENCES]
     result["stale"] = trainer.train_step(stale, learning_rate=0.0).numbers()

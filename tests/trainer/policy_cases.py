@@ -118,7 +118,7 @@ def config(model_dir: str, parallel: dict[str, Any], train: dict[str, Any] | Non
         name="test",
         model=ModelConfig(path=model_dir, dtype="float32"),
         data=DataConfig(train="count_bits"),
-        parallel=ParallelConfig(timeout_s=120, **parallel),
+        parallel=ParallelConfig(**parallel),
         rollout=RolloutConfig(temperature=TEMPERATURE, max_new_tokens=32, prompts_per_step=3, group_size=4),
         train=TrainConfig(
             **{

@@ -162,6 +162,6 @@ def test_informative() -> None:
     ("length", "lost"), [(1, 0.0), (60, 0.0), (61, 0.05), (70, 0.5), (79, 0.95), (80, 1.0), (90, 1.0)]
 )
 def test_overlong_responses_lose_linearly(length: int, lost: float) -> None:
-    assert shape_overlong(1.0, length, 80, 20, 1.0) == pytest.approx(1.0 - lost)
-    assert shape_overlong(-1.0, length, 80, 20, 0.5) == pytest.approx(-1.0 - 0.5 * lost)
-    assert shape_overlong(1.0, length, 80, 0, 1.0) == 1.0
+    assert shape_overlong(1.0, length, 80, 20) == pytest.approx(1.0 - lost)
+    assert shape_overlong(-1.0, length, 80, 20) == pytest.approx(-1.0 - lost)
+    assert shape_overlong(1.0, length, 80, 0) == 1.0

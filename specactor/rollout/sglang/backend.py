@@ -67,10 +67,6 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
             arguments["enable_draft_weights_cpu_backup"] = True  # no weight sync brings them back after a release
     if spec.awaits_weights:
         arguments |= {"load_format": "dummy", "speculative_draft_load_format": "auto"}
-    if spec.penalties:
-        # With overlap SGLang counts a token a round late, and the last one of what it was given, prompt or beginning,
-        # as if it had been emitted now: a response in parts would not be the response in one.
-        arguments["disable_overlap_schedule"] = True
     if gpu:
         # Graphs of prefills cannot be released for training.
         arguments["cuda_graph_backend_prefill"] = "disabled"
@@ -274,10 +270,6 @@ def _sampling(request: RolloutRequest, stream_interval: int) -> dict[str, Any]:
         "max_new_tokens": sampling.max_new_tokens - num_begun(request),
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
         "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
         "stop": list(sampling.stop) or None,
         "stop_token_ids": list(sampling.stop_token_ids) or None,

@@ -39,8 +39,6 @@ class EngineSpec:
     """Longest sequence in tokens, prompt included."""
     reserved_tokens: int = ENGINE_RESERVED_TOKENS
     """Of that, what requests may not use; `layout.reserved_tokens`."""
-    penalties: bool = False
-    """Its requests may have penalties: SGLang then prepares no round while another runs."""
     awaits_weights: bool = False
     """It gets all weights by a sync before its first request, and reads none from the folder."""
     log_file: str

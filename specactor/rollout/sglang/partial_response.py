@@ -1,7 +1,7 @@
 """Requests that bring along the first tokens of their response, or earlier turns of their conversation.
 
 SGLang takes those as the end of the prompt, which is right for keys, positions and so for noise. Where it matters that
-they are emitted (a stop string across the seam, penalties; earlier turns: what drafters draft from) they are found by
+they are emitted (a stop string across the seam; earlier turns: what drafters draft from) they are found by
 their number, which travels with the sampling parameters.
 """
 

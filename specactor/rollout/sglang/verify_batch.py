@@ -30,7 +30,6 @@ from specactor.rollout.sglang.sampling import kinds_of, know_kinds
 from specactor.rollout.speculation.verification import DraftTree, branches
 
 _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
-_PENALTIES = ("acc_additive_penalties", "acc_scaling_penalties")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +107,7 @@ def _spread_sampling(info: Any, owner: Sequence[int], owner_R: Tensor) -> Any:
     """The requests' sampling parameters, once per row."""
     kinds = kinds_of(info)
     spread_info = copy.copy(info)
-    for name in (*_PER_REQUEST, *_PENALTIES):
+    for name in _PER_REQUEST:
         value = getattr(info, name)
         if value is not None:
             setattr(spread_info, name, value.index_select(0, owner_R))
@@ -197,8 +196,6 @@ def install_plain_rounds(decode_plainly: Callable[[Any], bool]) -> None:
 
 def begin_plain_round(batch: Any, none: Any) -> None:
     """The next round of this batch is a plain one. `none`: SGLang's name for no speculative algorithm."""
-    sampling = batch.sampling_info  # forward passes with drafts, and prefills, leave their sums of penalties there
-    sampling.acc_additive_penalties = sampling.acc_scaling_penalties = None
     if batch.spec_algorithm.is_none():
         return
     batch.spec_algorithm = none

@@ -33,7 +33,6 @@ from specactor.config.speculation import MTP
 from specactor.errors import EngineError
 from specactor.rollout.sglang import draft_runner, head_runner, partial_response
 from specactor.rollout.sglang.model_drafter import ModelDrafter
-from specactor.rollout.sglang.sampling import has_penalties
 from specactor.rollout.sglang.verify_batch import (
     Branches,
     Rows,
@@ -367,7 +366,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             seed=sampling.sampling_seed or 0,
             temperature=0.0 if draft_runner.is_greedy(sampling) else sampling.temperature,
         )
-        may_draft = partial_response.is_drafted(req) and not has_penalties(sampling)
+        may_draft = partial_response.is_drafted(req)
         self._running[req.rid] = _Running(req, sequence, len(begun), may_draft)
         self._plain_left = min(self._plain_left, SOON)
         self.speculator.open(sequence)

@@ -22,15 +22,14 @@ from specactor.config.rules import check_values, rules_of
 from specactor.errors import ConfigError, DataError
 from specactor.recipes import one_line_errors
 from specactor.trainer.drafter import acceptance, init
-from specactor.trainer.drafter.buffer import TrainingExample
+from specactor.trainer.drafter.buffer import TrainingExample, example_of, read_rollouts
 from specactor.trainer.drafter.head import Head
 from specactor.trainer.drafter.head_training import HeadTrainer
-from specactor.trainer.drafter.rollout_files import example_of, read_rollouts
 from specactor.trainer.drafter.train import DrafterTrainer, RefreshStats
 
 PROG = "specactor drafter"
 HELD_OUT = 8  # of one set of rollouts `train` leaves out every 8th response, and `eval` takes just these
-OF_RUNS = ("refresh", "max_time_share", "max_updates", "keep_rollouts", "zero")
+OF_RUNS = ("refresh", "max_updates", "zero")
 """Settings of `DraftTrainingConfig` that say nothing about learning offline."""
 
 
@@ -55,7 +54,7 @@ class TrainOptions:
     target: Path
     """Folder of the target: its probabilities of the next token are learned."""
     rollouts: tuple[Path, ...]
-    """Files of JSON lines with prompt_ids and token_ids, or folders of such."""
+    """Files of JSON lines with prompt_ids and token_ids, records of runs (runs/NAME/records), or folders of such."""
     out: Path
     """Folder of the trained draft model; one that is there is replaced."""
     minutes: float = 10.0
@@ -245,7 +244,7 @@ def _examples(paths: Sequence[Path]) -> list[TrainingExample]:
     if not found:
         raise DataError(
             f"{', '.join(map(str, paths))}: got greedy responses (temperature 0) alone, expected sampled ones. Give "
-            "rollouts of a run with distillation.keep_rollouts."
+            "the records of a run."
         )
     return found
 

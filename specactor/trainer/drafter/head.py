@@ -25,7 +25,7 @@ from torch.nn import functional
 from specactor.config import EAGLE3_HEAD
 from specactor.config.rules import rules_of
 from specactor.errors import ConfigError
-from specactor.trainer.drafter.rollout_files import read_rollouts
+from specactor.trainer.drafter.buffer import read_rollouts
 
 _EMBEDDING = "embed_tokens.weight"
 _LAYER = {"layers.0.": "midlayer.", "model.": ""}

@@ -107,7 +107,7 @@ class Distillation:
         """Remember an RL step, and learn. Returns metrics. Collective. `sequences` are as the policy learned from them;
         `version` is of the policy that generated them; `step_s` is this rank's. Nothing is learned in the last step."""
         began_s, num_cut = self._clock(), self._remember(sequences, version)
-        share_s = max(0.0, step_s) * self.config.max_time_share
+        share_s = max(0.0, step_s) * self.config.refresh
         limit_s = self._account.limit_s(share_s, self._clock() - began_s)
         limit_s = self._collective.gather(limit_s, float)[0]  # ranks have clocks of their own
         stats, failed = self._learn(limit_s) if limit_s and not is_last else (None, False)
@@ -250,7 +250,7 @@ class Distillation:
             self._note(
                 f"draft model: no update of {tokens} tokens fitted {limit_s:.3g} s; the next draws "
                 f"{self.drafter.tokens_per_update}. Lower distillation.tokens_per_update, or raise "
-                "distillation.max_time_share."
+                "distillation.refresh."
             )
         return stats, False
 

@@ -281,12 +281,12 @@ class DrafterTrainer:
         if stage != own:
             raise CheckpointError(
                 f"{folder}: got an optimizer of ZeRO stage {stage}, expected {own}. Resume with "
-                f"--distillation.zero {stage or 'off'}, or with --distillation.refresh off."
+                f"--distillation.zero {stage or 'off'}, or with --distillation.refresh 0."
             )
         if own and about["ranks"] != self._ranks:
             raise CheckpointError(
                 f"{folder}: got an optimizer that ZeRO divided over {about['ranks']} ranks, expected {self._ranks}. "
-                f"Resume with {about['ranks']} ranks, or with --distillation.refresh off."
+                f"Resume with {about['ranks']} ranks, or with --distillation.refresh 0."
             )
 
     @torch.no_grad()

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from specactor.trainer.drafter import init
+from specactor.trainer.drafter.buffer import RolloutLine, write_rollouts
 from specactor.trainer.drafter.head import Eagle3Start
-from specactor.trainer.drafter.rollout_files import RolloutLine, write_rollouts
 
 
 def main(target: str, folder: str, vocab: str = "0") -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import time
-import types
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,16 +12,8 @@ from typing import Any
 import torch
 from sglang.srt.layers import sampler
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
-from sglang.srt.sampling.penaltylib import (
-    BatchedFrequencyPenalizer,
-    BatchedPenalizerOrchestrator,
-    BatchedPresencePenalizer,
-    BatchedRepetitionPenalizer,
-)
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.sampling.sampling_params import SamplingParams
 
-from specactor.rollout.sglang import partial_response, sampling, stopping, verify_worker
+from specactor.rollout.sglang import partial_response, stopping
 from specactor.rollout.sglang.rank_calls import RANK_CALLS
 from specactor.rollout.sglang.verify_worker import Worker
 from specactor.rollout.speculation.drafter import DraftSequence
@@ -156,58 +147,6 @@ def triton_rows(context: Any, _: object) -> list[int]:
 
 
 @call
-def min_p_filters_alike(context: Any, _: object) -> bool:
-    """Whether ours and SGLang's min-p, which works without seeds only, leave the same probabilities of random rows."""
-    rows, vocab = 400, 50
-    generator = torch.Generator().manual_seed(3)
-    probs = (3 * torch.randn(rows, vocab, generator=generator)).softmax(-1)
-    info = types.SimpleNamespace(min_ps=torch.rand(rows, generator=generator) ** 2, need_min_p_sampling=True)
-    top_ks = torch.randint(1, vocab, (rows,), generator=generator)
-    top_ps = torch.rand(rows, generator=generator).clamp(min=0.1)
-
-    def left(probs: torch.Tensor, need_min_p: bool) -> torch.Tensor:
-        answer = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
-            probs.clone(), top_ks, top_ps, info.min_ps, need_min_p, None, torch.zeros(rows), return_filtered_probs=True
-        )
-        return torch.zeros(rows, vocab).scatter_(1, answer[2].long(), answer[1])
-
-    theirs = left(probs, True)
-    assert not torch.equal(theirs, left(probs, False))
-    return torch.equal(left(sampling._without_the_unlikely(probs, info)[0], False), theirs)
-
-
-class _Batch:
-    """As much of a batch as penalties look at."""
-
-    device = "cpu"
-
-    def __init__(self, params: SamplingParams) -> None:
-        self.reqs = [types.SimpleNamespace(sampling_params=params)]
-
-
-@call
-def penalties_in_two_orders(context: Any, _: object) -> list[bool]:
-    """Whether logits are the same whatever order penalties lie in: with the plugin, and without."""
-    vocab = 40
-    batch = _Batch(SamplingParams(frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.3))
-    kinds = [BatchedFrequencyPenalizer, BatchedPresencePenalizer, BatchedRepetitionPenalizer]
-
-    def penalized(order: list[type], apply: Callable[..., None]) -> torch.Tensor:
-        orchestrator = BatchedPenalizerOrchestrator(vocab, batch, order)
-        for token in (3, 5, 3, 7, 3):
-            orchestrator.cumulate_output_tokens(torch.tensor([token]))
-        logits = torch.linspace(-3, 3, vocab)[None].clone()
-        apply(orchestrator, logits)
-        return logits
-
-    apply = BatchedPenalizerOrchestrator.apply
-    return [
-        torch.equal(penalized(kinds, function), penalized(kinds[::-1], function))
-        for function in (apply, apply.__wrapped__)
-    ]
-
-
-@call
 def heal(context: Any, _: object) -> None:
     """Undo the wrong versions."""
     while _undo:
@@ -241,16 +180,6 @@ def stops_by_the_round() -> None:
         own(req, new_tokens)
 
     _patch(Req, "update_finish_state", wrong)
-
-
-def drafts_with_penalties() -> None:
-    _patch(verify_worker, "has_penalties", lambda _: False)
-
-
-def forgets_penalties() -> None:
-    """SGLang's own: a retracted request counts anew."""
-    own = _original(SamplingBatchInfo, "from_schedule_batch")
-    _patch(SamplingBatchInfo, "from_schedule_batch", classmethod(own))
 
 
 def experts_of_the_row_after() -> None:
@@ -298,8 +227,6 @@ WRONG = {
     wrong.__name__: wrong
     for wrong in (
         stops_by_the_round,
-        drafts_with_penalties,
-        forgets_penalties,
         experts_of_the_row_after,
         forgets_beginnings,
         noise_begins_anew,

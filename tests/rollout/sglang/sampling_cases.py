@@ -16,13 +16,9 @@ MERGES = [("a", "b"), ("c", "d"), ("ab", "c"), ("ab", "cd"), ("d", "a")]
 STOPS = [("ab",), ("abc",), ("dd", "abcd"), ("cab", "bd"), ("daab",)]
 OPTIONS: list[dict[str, object]] = [
     {},
-    {"min_p": 0.1},
-    {"min_p": 0.4},
-    {"min_p": 0.05, "top_p": 0.9, "top_k": 20},
-    {"frequency_penalty": 1.1},
-    {"presence_penalty": -1.5},
-    {"repetition_penalty": 1.7},
-    {"frequency_penalty": -0.6, "presence_penalty": 0.8, "repetition_penalty": 0.8, "min_p": 0.02},
+    {"top_p": 0.8},
+    {"top_k": 7},
+    {"top_p": 0.9, "top_k": 20},
     {"logit_bias": ((7, 4.0), (50, -3.0))},
     {"logit_bias": ((EOS, 2.5),), "ignore_eos": False},
     {"stop_token_ids": tuple(range(3, VOCAB, 9)), "ignore_eos": False},
@@ -31,7 +27,7 @@ OPTIONS: list[dict[str, object]] = [
 
 
 def with_options(count: int = 36) -> list[RolloutRequest]:
-    return [request(i, temperature=(0.0, 0.7, 1.2)[i % 3], new=6 + i % 31, **OPTIONS[i % 12]) for i in range(count)]  # type: ignore[arg-type]
+    return [request(i, temperature=(0.0, 0.7, 1.2)[i % 3], new=6 + i % 31, **OPTIONS[i % 8]) for i in range(count)]  # type: ignore[arg-type]
 
 
 def make_tokenizer(folder: Path) -> Tokenizer:

@@ -21,8 +21,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL  # noqa: E402
 from specactor.rollout.sglang import sampling  # noqa: E402
 
 SEEDS = torch.tensor([0, 1, 2**31 - 1, 2**33 + 5, 2**40 + 7, 12345678901234, 2**63 - 1])
-RULES = {"all": (1.0, TOP_K_ALL, 0.0), "greedy": (1.0, 1, 0.0), "top-p": (0.7, TOP_K_ALL, 0.0), "top-k": (1.0, 5, 0.0)}
-RULES["min-p"] = (1.0, TOP_K_ALL, 0.2)
+RULES = {"all": (1.0, TOP_K_ALL), "greedy": (1.0, 1), "top-p": (0.7, TOP_K_ALL), "top-k": (1.0, 5)}
 
 
 @triton.jit
@@ -76,17 +75,17 @@ def drawn(count: int, vocab: int, *, later: int = 0, missing: int = 0) -> dict[s
 
 
 def info_of(rules: list[str], temperatures: torch.Tensor, seeds: torch.Tensor) -> Any:
-    top_p, top_k, min_p = zip(*(RULES[rule] for rule in rules), strict=True)
+    top_p, top_k = zip(*(RULES[rule] for rule in rules), strict=True)
     return SimpleNamespace(
         temperatures=temperatures.masked_fill(torch.tensor([rule == "greedy" for rule in rules])[:, None], 1.0),
         top_ps=torch.tensor(top_p),
         top_ks=torch.tensor(top_k, dtype=torch.int32),
-        min_ps=torch.tensor(min_p),
+        min_ps=torch.zeros(len(rules)),
         sampling_seed=seeds,
         is_all_greedy=all(rule == "greedy" for rule in rules),
         need_top_p_sampling=any(value != 1.0 for value in top_p),
         need_top_k_sampling=any(value != TOP_K_ALL for value in top_k),
-        need_min_p_sampling=any(value > 0.0 for value in min_p),
+        need_min_p_sampling=False,
         sampling_mask_batch_indices=None,
         sampling_support_logprobs_capture_indices=None,
         has_custom_logit_processor=False,
@@ -133,7 +132,7 @@ def main() -> None:
         "drawn": {str(vocab): drawn(24, vocab) for vocab in (5, 1000, 2048, 2049, 5000)},
         "large": drawn(5, 151_936),
         "wrong": [drawn(24, 1000, later=1)["others"], drawn(24, 5000, missing=1000)["others"]],
-        "mixed": whole_sampler(["all", "greedy", "top-p", "top-k", "min-p", "all"] * 10),
+        "mixed": whole_sampler(["all", "greedy", "top-p", "top-k", "all"] * 12),
         "greedy": whole_sampler(["greedy"] * 9),
         "plain": whole_sampler(["all"] * 60),
     }

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from examples import quickstart
-from specactor.config import EngineConfig, RolloutConfig
+from specactor.config import EngineConfig
 from specactor.errors import AgreementError
-from specactor.replay.audit import RESPONSES, Audit, choose, gumbel, noise_of
+from specactor.replay.audit import RESPONSES, Audit, choose, gumbel
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.types import Problem, RolloutRequest, ScoredGroup, Trajectory
 from tests.rollout.conftest import request
@@ -192,4 +192,3 @@ def test_what_of_a_response_the_trainer_compares() -> None:
     assert own.num_seeded(other, response) == 6
     for without in (audit(None, "off"), audit(None, "warn", top_k=5)):
         assert without[0].num_seeded(other, response) == 0
-    assert noise_of(RolloutConfig(repetition_penalty=1.1)) is None, "log-probabilities are without it"

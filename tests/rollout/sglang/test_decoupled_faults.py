@@ -372,7 +372,7 @@ def test_an_engine_that_is_killed_and_started_again(near: Setting) -> None:
 
 
 def test_every_option_stop_strings_and_responses_in_parts(setting: Setting) -> None:
-    """The drafter recites on beyond the stop strings; requests with penalties are decoded plainly among the others.
+    """The drafter recites on beyond the stop strings.
 
     Wrong versions of the seam are caught in `test_interruptions`.
     """

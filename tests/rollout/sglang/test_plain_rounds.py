@@ -51,7 +51,6 @@ def make_batch(page_size: int = 1) -> SimpleNamespace:
         tree_cache=SimpleNamespace(token_to_kv_pool_allocator=slots, free_kv_row=slots.free_kv_row),
         spec_algorithm=Algorithm(none=False),
         spec_info=object(),
-        sampling_info=SimpleNamespace(acc_additive_penalties=object(), acc_scaling_penalties=object()),
         seq_lens=torch.tensor([5, 7, 3, 6]),
         orig_seq_lens=torch.tensor([2, 2, 2, 2], dtype=torch.int32),
     )
@@ -79,16 +78,6 @@ def test_a_plain_round_knows_nothing_of_speculation() -> None:
     assert batch.spec_algorithm is NONE
     assert batch.spec_info is None
     assert batch.orig_seq_lens.tolist() == [5, 7, 3, 6]
-
-
-def test_sums_of_penalties_are_dropped_in_every_plain_round() -> None:
-    """A prefill brings them along, and SGLang adds up penalties itself."""
-    batch = make_batch()
-    verify_batch.begin_plain_round(batch, NONE)
-    batch.sampling_info.acc_additive_penalties = object()
-    verify_batch.begin_plain_round(batch, NONE)
-    assert batch.sampling_info.acc_additive_penalties is None
-    assert batch.sampling_info.acc_scaling_penalties is None
 
 
 def test_a_round_reads_the_last_tokens() -> None:

@@ -10,7 +10,6 @@ from specactor.config import EngineConfig, RolloutConfig
 from specactor.errors import EngineError
 from specactor.parallel.layout import ENGINE_RESERVED_TOKENS, reserved_tokens
 from specactor.rollout.sglang import engine_client
-from specactor.rollout.sglang.backend import server_args
 from specactor.rollout.sglang.engine_protocol import EngineSpec, Finished, Ready
 from specactor.types import Begun, RolloutRequest, SamplingParams, VersionSpan
 
@@ -129,14 +128,3 @@ def test_a_finished_response_without_experts_is_an_error(reason: str) -> None:
         engine_client.whole_response(REQUEST, finished(reason, b""), WITH_EXPERTS, 3)
     assert engine_client.whole_response(REQUEST, finished(reason, b""), SPEC, 3).token_ids == (7, 8)
     assert engine_client.whole_response(REQUEST, finished(reason, b"e"), WITH_EXPERTS, 3).token_ids == (7, 8)
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_penalties_are_counted_without_overlap(gpu: bool) -> None:
-    """SGLang counts an emitted token of the round before, and in the first round the last one that it was given."""
-
-    def overlaps(spec: EngineSpec) -> bool:
-        return not server_args(spec, gpu=gpu, memory_release=False).get("disable_overlap_schedule", False)
-
-    assert not overlaps(replace(SPEC, penalties=True))
-    assert overlaps(SPEC) == gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from specactor.errors import EngineError
@@ -12,23 +11,12 @@ from tests.rollout.sglang.asking import differs
 from tests.rollout.sglang.sampling_cases import OPTIONS
 
 
-@pytest.mark.parametrize("options", OPTIONS[1:11], ids=lambda options: "+".join(options))
+@pytest.mark.parametrize("options", OPTIONS[1:7], ids=lambda options: "+".join(options))
 def test_an_option_matters_and_needs_no_company(engine: Engine, options: dict[str, object]) -> None:
     alone = [request(i, new=20, **options) for i in range(6)]  # type: ignore[arg-type]
-    mixed = engine.generate([*alone, *(request(i, new=20, top_k=5) for i in range(6, 9)), request(9, min_p=0.2)])
+    mixed = engine.generate([*alone, *(request(i, new=20, top_k=5) for i in range(6, 9)), request(9, top_p=0.2)])
     assert not differs([engine.generate([one])[0] for one in alone], mixed[:6])
     assert differs(mixed[:6], engine.generate([request(i, new=20) for i in range(6)]))
-
-
-def test_min_p_keeps_what_is_likely(engine: Engine) -> None:
-    """1: the likeliest token alone; 0.3: no token under 0.3 times the likeliest, but others than that one."""
-    greedy = engine.generate([request(i, temperature=0.0) for i in range(8)])
-    assert not differs(engine.generate([request(i, min_p=1.0) for i in range(8)]), greedy)
-    first = [request(i, new=1, min_p=0.3) for i in range(64)]
-    tops = engine.generate([request(i, new=1, min_p=1.0) for i in range(64)])
-    gaps = [t.logprobs[0] - top.logprobs[0] for t, top in zip(engine.generate(first), tops, strict=True)]
-    assert min(gaps) >= np.log(0.3) - 1e-5
-    assert min(gaps) < np.log(0.7)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused_by_name(engine: Engine) -> None:

@@ -103,7 +103,7 @@ class World:
 def config(draft_dir: Path, **settings: Any) -> Config:
     base = policy_cases.config(str(draft_dir), {})
     speculation = SpeculationConfig(mode="coupled", drafters=("model",), draft_model=str(draft_dir))
-    refresh = {"refresh": "every_step", "max_updates": UPDATES}
+    refresh = {"refresh": 0.03, "max_updates": UPDATES}
     return replace(
         base,
         rollout=replace(base.rollout, speculation=speculation),

@@ -15,9 +15,8 @@ from rich.console import Console
 from specactor.errors import ConfigError, DataError
 from specactor.run_folder import RunFolder
 from specactor.trainer.drafter import acceptance, command, init
-from specactor.trainer.drafter.buffer import TrainingExample
+from specactor.trainer.drafter.buffer import RolloutLine, TrainingExample, read_rollouts, write_rollouts
 from specactor.trainer.drafter.init import read_model
-from specactor.trainer.drafter.rollout_files import RolloutLine, read_rollouts, write_rollouts
 from specactor.types import Problem, ScoredGroup, Trajectory
 from tests.trainer.drafter.cases import VOCAB
 
@@ -97,8 +96,8 @@ def test_init_train_eval(targets: dict[str, Path], tmp_path: Path) -> None:
         ([*TRAIN, "--minutes", "0"], "minutes > 0"),
         ([*TRAIN, "--distillation.zero", "1"], "zero: got '1', expected off in specactor drafter train"),
         (
-            [*TRAIN, "--distillation.refresh", "every_step"],
-            "refresh: got 'every_step', expected off in specactor",
+            [*TRAIN, "--distillation.refresh", "0.03"],
+            "refresh: got 0.03, expected 0.0 in specactor",
         ),
         ([*TRAIN, "--distillation.max-updates", "3"], "max_updates: got 3, expected 0 in specactor drafter train"),
     ],

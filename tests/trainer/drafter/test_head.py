@@ -14,7 +14,7 @@ from specactor.config import DraftTrainingConfig
 from specactor.errors import ConfigError
 from specactor.planning.memory import named_shape
 from specactor.trainer.drafter import acceptance, command, head, head_training, init, losses
-from specactor.trainer.drafter.rollout_files import RolloutLine, example_of, write_rollouts
+from specactor.trainer.drafter.buffer import RolloutLine, example_of, write_rollouts
 from specactor.trainer.drafter.train import DrafterTrainer
 from tests.trainer.drafter.cases import VOCAB
 from tests.trainer.drafter.reference_head import ReferenceHead

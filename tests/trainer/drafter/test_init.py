@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from specactor.errors import ConfigError, DataError
+from specactor.replay import records
 from specactor.trainer.drafter import init
+from specactor.trainer.drafter.buffer import RolloutLine, read_rollouts, write_rollouts
 from specactor.trainer.drafter.init import RandomStart, TargetStart, make_draft_model, read_model
-from specactor.trainer.drafter.rollout_files import RolloutLine, read_rollouts, write_rollouts
 
 
 def logits(model: Any, layers: list[int] | None = None) -> Tensor:
@@ -136,6 +137,40 @@ def test_rollouts_come_back_and_evaluations_are_rollouts(tmp_path: Path) -> None
     evaluation = {"problem": 1, "prompt": "x", "prompt_ids": [1], "answer": "y", "token_ids": [2, 3], "score": 1.0}
     (tmp_path / "e.jsonl").write_text(json.dumps(evaluation) + "\n" + json.dumps(evaluation | {"token_ids": []}) + "\n")
     assert read_rollouts([tmp_path / "e.jsonl"]) == [RolloutLine(prompt_ids=[1], token_ids=[2, 3])]
+
+
+def kept(version: int, *, is_whole: bool) -> records.SampleRecord:
+    return records.SampleRecord.of(
+        request_id="0.0.0",
+        group=0,
+        sample=0,
+        problem=0,
+        seed=0,
+        spans=((1, 0, 1), (version, 1, 3)),
+        finish_reason="stop",
+        score=1.0,
+        reward=0.5,
+        advantage=0.0,
+        prompt_ids=[1, 2],
+        token_ids=[7, 8, version],
+        logprobs=[-1.0, -2.0, -3.0],
+        routed_experts=b"",
+        is_whole=is_whole,
+    )
+
+
+def test_of_the_records_of_a_run_what_is_kept_whole_is_read(tmp_path: Path) -> None:
+    config = {"rollout": {"temperature": 0.7}}
+    for step in (1, 2):
+        samples = (kept(step, is_whole=True), kept(9, is_whole=False), kept(step + 1, is_whole=True))
+        records.write(tmp_path, records.StepRecord(step=step, samples=samples, config=config))
+    assert read_rollouts([tmp_path / "records"]) == [
+        RolloutLine(prompt_ids=[1, 2], token_ids=[7, 8, version], version=version, reward=0.5, temperature=0.7)
+        for version in (1, 2, 2, 3)
+    ]
+    records.file_of(tmp_path, 1).write_bytes(b"cut")
+    with pytest.raises(DataError, match=r"step-000001\.bin: got a record that was cut or changed"):
+        read_rollouts([tmp_path / "records"])
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 
 from specactor.errors import ConfigError
 from specactor.trainer.drafter import command, init
+from specactor.trainer.drafter.buffer import RolloutLine, write_rollouts
 from specactor.trainer.drafter.init import TargetStart, make_draft_model, read_model, write_model
-from specactor.trainer.drafter.rollout_files import RolloutLine, write_rollouts
 from tests.trainer.drafter import cases
 
 Write = Callable[..., None]

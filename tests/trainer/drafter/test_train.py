@@ -173,7 +173,7 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"max_time_share": 0.0}, "max_time_share: got 0.0, expected > 0"),
+        ({"refresh": -0.1}, "refresh: got -0.1, expected a share"),
         ({"buffer_tokens": 0}, "buffer_tokens: got 0, expected > 0"),
     ],
 )
