@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import inspection
+from specactor.rollout.sglang import rank_calls
 from specactor.rollout.sglang.head_runner import MtpRunner
 from specactor.rollout.sglang.model_drafter import ModelDrafter, MtpDrafter
 from tests.rollout.sglang import wrong_heads
@@ -24,3 +26,6 @@ OwnStates = _with_mtp(wrong_heads.OwnStates)
 HeadErrs = _with_mtp(wrong_heads.HeadErrs)
 HeadErrsAndKeeps = _with_mtp(wrong_heads.HeadErrsAndKeeps)
 SharedSlots = _with_mtp(wrong_heads.SharedSlots)
+
+rank_calls.RANK_CALLS["mtp.digests"] = inspection.digests
+rank_calls.RANK_CALLS["mtp.digests_of_folder"] = inspection.digests_of_folder
