@@ -98,9 +98,9 @@ WRONG: list[tuple[str, str]] = [
         "a CPU it takes the likeliest token at any temperature. Use rollout.speculation.",
     ),
     (
-        "--rollout.speculation.drafters suffix EAGLE3 mtp",
-        "rollout.speculation.drafters: got ['EAGLE3', 'mtp'], expected suffix, model, decoupled, or "
-        "package.module:Class. SGLang's own speculation does not keep the text: on a GPU it accepts drafts by coins "
+        "--rollout.speculation.drafters suffix EAGLE3 nextn",
+        "rollout.speculation.drafters: got ['EAGLE3', 'nextn'], expected suffix, mtp, model, decoupled, "
+        "or package.module:Class. SGLang's own speculation does not keep the text: on a GPU it accepts drafts by coins "
         "that plain decoding does not toss, on a CPU it takes the likeliest token at any temperature. A draft model, "
         "or an EAGLE-3 head, is used with the drafter model.",
     ),

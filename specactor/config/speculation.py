@@ -13,11 +13,12 @@ from typing import Literal
 from specactor.config.rules import require, rules_of
 
 MAX_WINDOW = 16  # draft tokens per request and round
-DRAFTERS = "suffix, model, decoupled, or package.module:Class"  # what `rollout.speculation.drafters` may name
+DRAFTERS = "suffix, mtp, model, decoupled, or package.module:Class"  # what `rollout.speculation.drafters` may name
 WARM_UP, WARM_UP_HEAD = "warm-up", "warm-up-head"
 MADE_BY_WARM_UP = (WARM_UP, WARM_UP_HEAD)  # as `rollout.speculation.draft_model`: what the warm-up makes
 EAGLE3_HEAD = "LlamaForCausalLMEagle3"  # architecture in the config.json of heads, also published ones
-SGLANG_DRAFTERS = ("eagle", "eagle3", "mtp", "nextn", "standalone")  # SGLang's, refused by name
+MTP = "mtp"  # the drafter of the policy's own MTP layer
+SGLANG_DRAFTERS = ("eagle", "eagle3", "nextn", "standalone")  # SGLang's, refused by name
 INEXACT = (
     "SGLang's own speculation does not keep the text: on a GPU it accepts drafts by coins that plain decoding does not "
     "toss, on a CPU it takes the likeliest token at any temperature. Use rollout.speculation."
@@ -52,9 +53,9 @@ class SpeculationConfig:
     of their own (parallel.drafters) have drafted ahead; auto: drafters, or off, whichever is predicted to be
     faster, request by request and round by round."""
     drafters: tuple[str, ...] = ("suffix",)
-    """Draft methods: suffix, model, decoupled, or the import path of a class, ``package.module:Name``. ``model:2`` and
-    ``decoupled:2`` draft with the second of `draft_model`, and so on. Mode decoupled puts decoupled before them where
-    none is named."""
+    """Draft methods: suffix, mtp (the policy's own MTP layer), model, decoupled, or the import path of a class,
+    ``package.module:Name``. ``model:2`` and ``decoupled:2`` draft with the second of `draft_model`, and so on. Mode
+    decoupled puts decoupled before them where none is named."""
     window: int | None = None
     """Draft tokens per request and round; None: chosen per request from its past acceptance and measured costs.
     With a number there is nothing to choose, also in mode auto, which then never decodes plainly."""
@@ -100,6 +101,11 @@ class SpeculationConfig:
         if self.is_decoupled:
             return self._named("model")
         return {drafter_of("model", place): folder for place, folder in enumerate(self.draft_model, 1)}
+
+    @property
+    def uses_mtp(self) -> bool:
+        """Return whether engines draft with the policy's MTP layer."""
+        return self.mode != "off" and MTP in self.drafters
 
     @property
     def first_draft_model(self) -> str:

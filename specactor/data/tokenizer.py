@@ -11,6 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from specactor.data import mimo
 from specactor.errors import ConfigError
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3
@@ -42,6 +43,7 @@ def make_char_tokenizer(folder: Path) -> None:
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face model folder; nothing is downloaded, no code of the folder is run. Raises
     ConfigError when there is none, or when it has no end-of-sequence token."""
+    mimo.register()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False

@@ -28,6 +28,7 @@ class ModelShape:
     vocab_size: int
     max_position: int
     is_head: bool = False  # an EAGLE-3 head, and no model by itself
+    has_mtp: bool = False  # an MTP layer behind the last one
 
     @classmethod
     def of_tiny(cls, tiny: TinyModelConfig, vocab_size: int) -> ModelShape:
@@ -71,21 +72,29 @@ class ModelShape:
             vocab_size=raw["vocab_size"],
             max_position=raw["max_position_embeddings"],
             is_head=EAGLE3_HEAD in (raw.get("architectures") or ()),
+            has_mtp=_is_mimo(raw) and raw.get("num_nextn_predict_layers") == 1,
         )
 
 
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
 
 
+def _is_mimo(raw: dict[str, Any]) -> bool:
+    """Return whether it is of the one family whose MTP layer learns and drafts here."""
+    return bool(raw.get("architectures") == ["MiMoForCausalLM"])
+
+
 def _refuse_mtp(raw: dict[str, Any], file: Path) -> None:
-    """Raise ConfigError for layers that predict further tokens: they would neither learn nor draft."""
+    """Raise ConfigError for layers that predict further tokens, where they would neither learn nor draft."""
+    if _is_mimo(raw) and raw.get("num_nextn_predict_layers") == 1:
+        return
     names = [name for name in raw.get("architectures") or () if name.endswith(("MTP", "NextN"))]
     names += [f"{name} {raw[name]}" for name in _MTP_LAYERS if raw.get(name)]
     if names:
         raise ConfigError.at(
             "model.path",
             f"multi-token prediction (MTP) layers, {names[0]} in {file}",
-            "a model without",
+            "a model without, or MiMo's with one",
             "Remove them from a copy's config.json: the policy is the same. For drafts make an EAGLE-3 head: specactor "
             "drafter init ... start:eagle3-start.",
         )
@@ -191,6 +200,13 @@ def _check_shape(config: Config, shape: ModelShape) -> None:
         f"a divisor (times virtual_pipeline) of the model's {shape.num_layers} layers",
         "Choose a divisor.",
     )
+    for name in ("pipeline", "context") if shape.has_mtp else ():
+        rule(
+            f"parallel.{name}",
+            getattr(p, name) == 1,
+            "1 for a policy with an MTP layer",
+            "Use tensor parallelism, or remove num_nextn_predict_layers from a copy's config.json.",
+        )
     rule(
         "parallel.engine_tensor",
         shape.num_heads % p.engine_tensor == 0,

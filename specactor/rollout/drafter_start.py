@@ -16,7 +16,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from specactor.config import Config
-from specactor.config.speculation import MADE_BY_WARM_UP, WARM_UP_HEAD
+from specactor.config.speculation import MADE_BY_WARM_UP, MTP, WARM_UP_HEAD
 from specactor.errors import ConfigError
 from specactor.parallel import addresses
 from specactor.parallel.collective import Collective
@@ -141,7 +141,7 @@ def place(drafters: int, host: Host) -> list[int]:
 def draft_shape(folder: str) -> ModelShape:
     """Read a draft model's shape. Raises ConfigError when the folder is no Hugging Face model."""
     try:
-        return ModelShape.read(Path(folder))
+        shape = ModelShape.read(Path(folder))
     except ConfigError as error:
         raise ConfigError.at(
             "rollout.speculation.draft_model",
@@ -149,11 +149,27 @@ def draft_shape(folder: str) -> ModelShape:
             "the folder of a Hugging Face model",
             f"{error}",
         ) from None
+    if shape.has_mtp:
+        raise ConfigError.at(
+            "rollout.speculation.draft_model",
+            f"a policy with an MTP layer ({folder})",
+            "a model without",
+            "Remove num_nextn_predict_layers from a copy's config.json; the policy's own layer drafts with the drafter "
+            "mtp.",
+        )
+    return shape
 
 
 def check_in_engines(config: Config, policy: ModelShape) -> None:
     """Raise ConfigError for draft models that engines of this policy cannot run beside it."""
     speculation = config.rollout.speculation
+    if speculation.uses_mtp and not policy.has_mtp:
+        raise ConfigError.at(
+            "rollout.speculation.drafters",
+            MTP,
+            f"others, since {config.model.path or 'model.tiny'} has no MTP layer",
+            "Train a MiMo model, or make an EAGLE-3 head: specactor drafter init ... start:eagle3-start.",
+        )
     models = [*speculation.in_engines.values()] if speculation.mode != "off" else []
     shapes = {folder: draft_shape(folder) for folder in models if folder not in MADE_BY_WARM_UP}  # which fit
     for folder, draft in shapes.items():

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from specactor.config import TrainConfig
 from specactor.cpu import megatron as cpu_platform
+from specactor.data import mimo
 from specactor.errors import ConfigError
 from specactor.trainer import fusions
 
@@ -48,13 +49,19 @@ def _import_bridges() -> None:
 
 FAMILIES = ("qwen2", "qwen2moe", "qwen3", "qwen3moe", "llama", "mixtral", "mimo", "deepseek_v3", "glm4moe")
 _import_bridges()
+mimo.register()
 
 import mbridge  # noqa: E402
+from mbridge.core.bridge import register_model  # noqa: E402
+from mbridge.core.llm_bridge import LLMBridge  # noqa: E402
 from mbridge.core.util import unwrap_model  # noqa: E402
+from mbridge.models.mimo import MimoBridge  # noqa: E402
 from mbridge.utils.post_creation_callbacks import make_value_model  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
+
+from specactor.trainer import mtp  # noqa: E402
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
 """What cuBLAS, TransformerEngine and NCCL read when they are first used."""
@@ -117,7 +124,7 @@ def build(model_dir: Path, *, dtype: str, train: TrainConfig, scalar: bool = Fal
     """
     settle_arithmetic(dtype, deterministic=train.deterministic)
     local_spec = not has_transformer_engine()
-    bridge = _make_bridge(model_dir, DTYPES[dtype], local_spec, train)
+    bridge = _make_bridge(model_dir, DTYPES[dtype], local_spec, train, scalar=scalar)
     if scalar:
         bridge.hf_config.tie_word_embeddings = False
     with contextlib.redirect_stdout(io.StringIO()):  # it prints parameter counts
@@ -127,6 +134,7 @@ def build(model_dir: Path, *, dtype: str, train: TrainConfig, scalar: bool = Fal
             post_model_creation_callbacks=[make_value_model] if scalar else [],
         )
     policy = Policy(chunks, bridge, bridge.config, model_dir, local_spec, scalar)
+    mtp.set_apart(policy)
     with torch.no_grad():
         bridge.load_weights(policy.for_bridge(), str(model_dir), memory_efficient=True)
         for chunk in map(unwrap_model, chunks) if scalar else ():
@@ -173,7 +181,7 @@ def read_hf_config(model_dir: Path) -> Any:
     return config
 
 
-def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, train: TrainConfig) -> Any:
+def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, train: TrainConfig, *, scalar: bool) -> Any:
     hf_config = read_hf_config(model_dir)
     known = mbridge.AutoBridge.list_supported_models()
     if hf_config.model_type not in known:
@@ -205,6 +213,8 @@ def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, train: T
     )
     if local_spec:
         settings |= {"use_cpu_initialization": True, "moe_grouped_gemm": False, "moe_shared_expert_overlap": False}
+    if scalar:
+        settings["mtp_num_layers"] = None
     bridge.set_extra_args(**settings)
     if local_spec:
         bridge.has_vp_stage = True
@@ -212,6 +222,29 @@ def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, train: T
             bridge.config, use_transformer_engine=False, vp_stage=vp_stage
         )
     return bridge
+
+
+@register_model("mimo")
+class _MimoBridge(MimoBridge):  # type: ignore[misc]
+    """mbridge's, with an MTP layer that can be built, and computes what the published one does."""
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        arguments: dict[str, Any] = LLMBridge._get_gptmodel_args(self)  # MiMo's takes a config for a layer's spec
+        if self.config.mtp_num_layers:
+            spec, fused = self._get_transformer_layer_spec(), has_transformer_engine()
+            arguments["mtp_block_spec"] = get_gpt_mtp_block_spec(self.config, spec, use_transformer_engine=fused)
+        return arguments
+
+    def _weight_to_hf_format(self, name: str, weight: Tensor) -> tuple[list[str], list[Tensor]]:
+        return super()._weight_to_hf_format(name, _halves_turned(name, weight))  # type: ignore[no-any-return]
+
+    def _weight_to_mcore_format(self, name: str, hf_weights: list[Tensor]) -> Tensor:
+        return _halves_turned(name, super()._weight_to_mcore_format(name, hf_weights))
+
+
+def _halves_turned(name: str, weight: Tensor) -> Tensor:
+    """An MTP layer reads the embedding before the hidden states in Megatron, and behind them in MiMo."""
+    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1) if name.endswith(".eh_proj.weight") else weight
 
 
 class _SpecNames:
@@ -238,12 +271,12 @@ class _SpecNames:
 
 def _fused_name(name: str, expert_layers: set[int]) -> str:
     """The name in TransformerEngine's spec of a tensor of the local spec; norms are fused into what follows them."""
-    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+    match = re.match(r"(decoder\.layers\.(\d+)|mtp\.layers\.\d+\.transformer_layer)\.(.*)", name)
     if match is None:
         return name
-    layer, rest = int(match[1]), match[2]
+    layer, rest = int(match[2] or -1), match[3]
     rest = rest.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
     if layer not in expert_layers:
         rest = rest.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     rest = re.sub(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"mlp.experts.\2.weight\1", rest)
-    return f"decoder.layers.{layer}.{rest}"
+    return f"{match[1]}.{rest}"

@@ -23,6 +23,7 @@ from specactor.device_memory import HostCopies
 from specactor.parallel.layout import Layout
 from specactor.trainer import model, optimizer, packing
 from specactor.trainer.microbatch import Item, MicroBatch, Shape, build, items_of
+from specactor.trainer.mtp import MtpTraining
 from specactor.trainer.objective import Sums
 from specactor.trainer.routing_replay import RoutingReplay
 from specactor.trainer.shards import share
@@ -54,6 +55,7 @@ class ModelTrainer:
         self.optimizer = optimizer.make(self.chunks, built, config.train, config.model.dtype)
         self._host_copies = HostCopies()
         self._replay: RoutingReplay | None = None
+        self._mtp = MtpTraining.of(built, temperature=config.rollout.temperature)
         self._shape = Shape(
             context=layout.context,
             context_rank=parallel_state.get_context_parallel_rank(),
@@ -84,7 +86,7 @@ class ModelTrainer:
         def loss_of(batch: MicroBatch, output_1TV: Tensor) -> Tensor:
             loss, values = objective(batch, output_1TV)
             sums.add(values)
-            return loss
+            return loss if self._mtp is None else loss + self._mtp.loss(batch)
 
         count = self._run(items, loss_of, forward_only=False, watch=watch)
         optimizer.set_learning_rate(self.optimizer, learning_rate, self.config.train.weight_decay)

@@ -25,7 +25,7 @@ from specactor.parallel.layout import (
     place_engine,
 )
 from specactor.recipes import load
-from specactor.rollout.drafter_start import draft_shape
+from specactor.rollout.drafter_start import check_in_engines, draft_shape
 
 MOE = ModelShape(num_layers=4, num_heads=4, num_kv_heads=2, num_experts=8, vocab_size=96, max_position=512)
 DENSE = replace(MOE, num_experts=0)
@@ -341,6 +341,8 @@ def test_routing_replay_needs_experts() -> None:
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1 in"),
         ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers 2 in"),
         ({"architectures": ["DeepseekV3ForCausalLMNextN"]}, "DeepseekV3ForCausalLMNextN in"),
+        ({"architectures": ["Glm4MoeForCausalLM"], "num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1 in"),
+        ({"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 2}, "num_nextn_predict_layers 2 in"),
     ],
 )
 def test_multi_token_prediction_is_refused(tmp_path: Path, fields: dict[str, object], named: str) -> None:
@@ -352,3 +354,25 @@ def test_multi_token_prediction_is_refused(tmp_path: Path, fields: dict[str, obj
     for read in (ModelShape.read, lambda folder: draft_shape(str(folder))):
         with pytest.raises(ConfigError, match=rf"MTP\) layers, {named}.*EAGLE-3 head"):
             read(tmp_path)
+
+
+def test_mimo_with_one_such_layer_is_a_policy_and_no_draft_model(tmp_path: Path) -> None:
+    raw = {"num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 96, "max_position_embeddings": 512}
+    raw |= {"num_key_value_heads": 2, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    mimo = ModelShape.read(tmp_path)
+    assert mimo == replace(DENSE, has_mtp=True)
+    with pytest.raises(ConfigError, match=r"a policy with an MTP layer .* drafter mtp"):
+        draft_shape(str(tmp_path))
+    drafting = load(["quickstart", "--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "mtp"])
+    check_in_engines(drafting, mimo)
+    with pytest.raises(ConfigError, match=r"drafters: got 'mtp', expected others, since .* has no MTP layer.*EAGLE-3"):
+        check_in_engines(drafting, DENSE)
+
+
+@pytest.mark.parametrize("dimension", ["pipeline", "context"])
+def test_a_layer_that_learns_is_on_one_rank_with_its_hidden_states(dimension: str) -> None:
+    run = config(**{dimension: 2})
+    assert check(run, 2, DENSE).world == 2
+    with pytest.raises(ConfigError, match=rf"parallel.{dimension}: got 2, expected 1 for a policy with an MTP layer"):
+        check(run, 2, replace(DENSE, has_mtp=True))

@@ -62,7 +62,7 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
         rows = spec.speculation.max_window + 1
         reserve = 2 * rows * config.max_running_requests  # SGLang sets aside two rounds per request
         arguments |= {"speculative_algorithm": "SPECACTOR", "speculative_num_draft_tokens": rows}
-        if folders := [*spec.speculation.in_engines.values()]:
+        if folders := [*spec.speculation.in_engines.values(), *[spec.model_dir] * spec.speculation.uses_mtp]:
             arguments["speculative_draft_model_path"] = folders[0]  # `verify_worker` loads them all
             arguments["enable_draft_weights_cpu_backup"] = True  # no weight sync brings them back after a release
     if spec.awaits_weights:

@@ -85,15 +85,23 @@ def _with_the_draft_model(original: Callable[..., int], configurator: Any, kvc: 
     from sglang.srt.runtime_context import get_parallel
 
     for draft in _loaded:
+        layers = draft.num_nextn_predict_layers if is_mtp(draft) else draft.num_hidden_layers
         heads = draft.get_num_kv_heads(get_parallel().attn_tp_size)
         per_layer = heads * (draft.head_dim + draft.v_head_dim) * kvc.kv_cache_dtype.itemsize
-        own += int(draft.num_hidden_layers * per_layer + num_features(draft) * draft.dtype.itemsize)
+        own += int(layers * per_layer + num_features(draft) * draft.dtype.itemsize)
     return own
+
+
+def is_mtp(model_config: Any) -> bool:
+    """Whether it is the target's MTP layer, as SGLang names it where it serves one as a draft model."""
+    return "MiMoMTP" in (model_config.hf_config.architectures or ())
 
 
 def num_features(model_config: Any) -> int:
     """Numbers that the model reads of the target's hidden states at a token; 0: it is no head (`head_runner`)."""
     config = model_config.hf_config
+    if is_mtp(model_config):
+        return int(config.hidden_size)
     if EAGLE3_HEAD not in (config.architectures or ()):
         return 0
     layers = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0)

@@ -1,6 +1,7 @@
-"""An EAGLE-3 head on SGLang's model runner: a draft model that reads what the target computed.
+"""An EAGLE-3 head, or an MTP layer, on SGLang's model runner: a draft model that reads what the target computed.
 
-The head reads pairs: a token of the text, and the target's hidden states, of a few layers, at the token before it. It
+The head reads pairs: a token of the text, and the target's hidden states, of a few layers (an MTP layer: the last
+ones, which its logits are made of), at the token before it. It
 answers with the token after the pair, and with hidden states of its own, which stand in for the target's where a draft
 goes on. The target writes its hidden states into memory at the slots of its keys (`TargetStates`), in every pass that
 it makes: in prefills, plain rounds and verifications. So what is true of keys is true of them: they belong to a prefix
@@ -20,6 +21,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +32,12 @@ from torch import Tensor
 from specactor.config import EAGLE3_HEAD
 from specactor.cpu import sglang_ops
 from specactor.errors import EngineError
-from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner, num_features
+from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner, is_mtp, num_features
 
 _KV_CACHE = "kv_cache"
 """SGLang's name of the memory that is given back with the KV pool."""
+MTP_WEIGHTS = "model.mtp_layers."
+"""How the names of an MTP layer's weights begin in Hugging Face format."""
 
 
 class TargetStates:
@@ -44,25 +48,17 @@ class TargetStates:
 
         Args: SGLang's runners of the target and of the head.
         """
-        model, config = target.model, head.model_config.hf_config
-        if not hasattr(model, "set_eagle3_layers_to_capture"):
-            raise EngineError(
-                f"rollout.speculation.draft_model: got an EAGLE-3 head, which SGLang's {type(model).__name__} gives no "
-                "hidden states. Use a draft model: specactor drafter init."
-            )
         wanted = num_features(head.model_config)
-        model.set_eagle3_layers_to_capture(
-            (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids") or None
-        )
-        model.capture_aux_hidden_states = False  # the hook takes them away again
+        if not is_mtp(head.model_config):
+            _capture(target.model, head.model_config.hf_config)
         with head.token_to_kv_pool.memory_saver_adapter.region(_KV_CACHE):
             self._states_SF = torch.zeros(num_slots, wanted, dtype=head.dtype, device=head.device)
         self._table = target.req_to_token_pool.req_to_token
-        model.model.register_forward_hook(self._write, with_kwargs=True)
+        target.model.model.register_forward_hook(self._write, with_kwargs=True)
 
     def _write(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
-        hidden, layers = output
+        hidden, layers = output if isinstance(output, tuple) else (output, [output])
         self._states_SF[batch.out_cache_loc] = torch.cat(list(layers), dim=-1).to(self._states_SF.dtype)
         return hidden
 
@@ -71,10 +67,28 @@ class TargetStates:
         return self._states_SF[self._table[table_R, positions_R]]
 
 
+def _capture(model: Any, config: Any) -> None:
+    """Have the target put out hidden states of the layers that an EAGLE-3 head reads."""
+    if not hasattr(model, "set_eagle3_layers_to_capture"):
+        raise EngineError(
+            f"rollout.speculation.draft_model: got an EAGLE-3 head, which SGLang's {type(model).__name__} gives no "
+            "hidden states. Use a draft model: specactor drafter init."
+        )
+    layers = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids") or None
+    model.set_eagle3_layers_to_capture(layers)
+    model.capture_aux_hidden_states = False  # the hook takes them away again
+
+
 def refuse_unfit(folder: Path, *, hierarchical_cache: bool) -> None:
     """Raise EngineError for a head that SGLang would serve wrongly. Call it before a draft model is loaded."""
     config = json.loads((folder / "config.json").read_bytes())
-    if EAGLE3_HEAD not in (config.get("architectures") or ()):
+    architectures = config.get("architectures") or ()
+    if hierarchical_cache and "MiMoForCausalLM" in architectures:
+        raise EngineError(
+            "rollout.speculation.drafters: got mtp and enable_hierarchical_cache, expected the prefix cache on the "
+            "device alone, with which hidden states stay. Leave it out of rollout.engine.extra_args."
+        )
+    if EAGLE3_HEAD not in architectures:
         return
     eagle, names = config.get("eagle_config") or {}, _tensors(folder)
     no_output = config.get("draft_vocab_size") is None and "lm_head.weight" not in names
@@ -109,21 +123,26 @@ def prepare(target: Any, head: Any) -> TargetStates:
     """
     if (page := head.token_to_kv_pool.page_size) != 1:
         raise EngineError(
-            f"rollout.speculation.draft_model: got an EAGLE-3 head and pages of {page} tokens, expected 1: its keys "
+            f"rollout.speculation: got an EAGLE-3 head or MTP layer and pages of {page} tokens, expected 1: its keys "
             "lie a slot beside the target's. Leave page_size out of rollout.engine.extra_args."
         )
-    if not any(name.endswith("embed_tokens.weight") for name in _tensors(Path(head.model_config.model_path))):
+    # What it shares is no module of the head: pushes must not find it among its parameters.
+    if is_mtp(head.model_config):
+        del head.model.model.embed_tokens, head.model.lm_head
+        vars(head.model.model)["embed_tokens"] = target.model.model.embed_tokens
+        vars(head.model)["lm_head"] = target.model.lm_head
+    elif not any(name.endswith("embed_tokens.weight") for name in _tensors(Path(head.model_config.model_path))):
         own, given = head.model_config.hidden_size, target.model_config.hidden_size
         if own != given:
             raise EngineError(
                 f"rollout.speculation.draft_model: got an EAGLE-3 head of {own} hidden sizes without an embedding, "
                 f"expected one of the target's {given}, whose embedding it can share. Give a head with an embedding."
             )
-        # Not as a module of the head: pushes must not find it among its parameters.
         del head.model.model.embed_tokens
         vars(head.model.model)["embed_tokens"] = target.model.model.embed_tokens
     if head.device == "cpu":  # few rows take other kernels, and a draft must not feel the others of its round
-        head.model.model.fc.forward = functools.partial(_linear, head.model.model.fc)
+        joining = head.model.model.input_proj if is_mtp(head.model_config) else head.model.model.fc
+        joining.forward = functools.partial(_linear, joining)
     head.req_to_token_pool = copy.copy(target.req_to_token_pool)
     head.req_to_token_pool.req_to_token = target.req_to_token_pool.req_to_token[:, 1:]
     head.init_kv_index_translator()
@@ -158,7 +177,7 @@ class HeadRunner(DraftRunner):
         """Hidden states of the head at the last token of each text; None: it reads the target's."""
         self._passed_RH: Tensor
         """Those of the last pass."""
-        ids = runner.model.hot_token_id
+        ids = getattr(runner.model, "hot_token_id", None)
         self._token_ids = None if ids is None else ids.to(self._device)
         """Of a reduced vocabulary."""
 
@@ -190,7 +209,48 @@ class HeadRunner(DraftRunner):
         else:
             states = self._own_BH[: batch.batch_size]
         batch.spec_info = SimpleNamespace(hidden_states=states)  # attention would take it for a tree before this
-        hidden: Tensor
-        hidden, [self._passed_RH] = super()._forward(batch)
+        hidden, self._passed_RH = self._computed(batch)
         batch.spec_info = None
         return hidden
+
+    def _computed(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """What logits are made of, and what the next pair reads; [R, H] each."""
+        hidden, [own] = super()._forward(batch)
+        return hidden, own
+
+
+class MtpRunner(HeadRunner):
+    """Drafts with the target's MTP layer, again and again: the first time it reads the target's hidden states, then
+    its own."""
+
+    def _computed(self, batch: Any) -> tuple[Tensor, Tensor]:
+        # SGLang's layer hides the token at position 0. Megatron, which trains it, does not; and rotary embedding tells
+        # distances alone.
+        batch.positions = batch.positions + 1
+        hidden = DraftRunner._forward(self, batch)
+        return hidden, hidden
+
+
+class PolicyWithMtp(torch.nn.Module):
+    """The target and its MTP layer under one roof, for the policy's weights."""
+
+    def __init__(self, target: torch.nn.Module, mtp: torch.nn.Module) -> None:
+        super().__init__()
+        self.target, self.mtp = target, mtp
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The target's under its own names."""
+        yield from self.target.named_parameters()
+        yield from self.mtp.named_parameters("mtp")
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Each tensor is loaded before the next is taken."""
+
+        def of_target() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if name.startswith(MTP_WEIGHTS):
+                    self.mtp.load_weights([(name, tensor)])  # type: ignore[operator]
+                else:
+                    yield name, tensor
+
+        self.target.load_weights(of_target())  # type: ignore[operator]

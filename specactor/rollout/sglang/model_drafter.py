@@ -1,5 +1,6 @@
 """The drafter `model`: a small dense model or an EAGLE-3 head in the scheduler process of every engine rank, and its
-new weights. `model:2`, .. are further ones beside it, each with keys, values and views of requests of its own.
+new weights. `model:2`, .. are further ones beside it, each with keys, values and views of requests of its own; `mtp` is
+the policy's MTP layer, whose weights come with the policy's.
 
 Its keys and values lie in buffers of its own, at the slots that the scheduler gave to the target: position p of a
 request is slot `req_to_token[row, p]` in both. So nothing is allocated, moved or freed here.
@@ -24,7 +25,7 @@ import torch
 
 from specactor.errors import EngineError
 from specactor.rollout.sglang.draft_runner import DraftRunner, DraftText, SequenceCache
-from specactor.rollout.sglang.head_runner import HeadRunner, TargetStates
+from specactor.rollout.sglang.head_runner import HeadRunner, MtpRunner, TargetStates
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.weights_sync import draft_push
 from specactor.weights_sync.messages import CheckReply, DraftWeights
@@ -86,6 +87,13 @@ class ModelDrafter(Drafter):
             row=self._find(sequence.request_id).kv.req_pool_idx,
             cache=self._caches[sequence.request_id],
         )
+
+
+class MtpDrafter(ModelDrafter):
+    head_runner_type = MtpRunner
+
+    def __init__(self) -> None:
+        super().__init__("mtp")
 
 
 def check_weights(rank: Any, payload: bytes) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from specactor.cpu import sglang_hooks
+from specactor.data import mimo
 from specactor.rollout.sglang import (
     draft_runner,
     rank_calls,
@@ -31,6 +32,7 @@ def register() -> None:
         tile_backend.install()
     for part in (sampling, stopping, routed_experts, row_graphs, draft_runner):
         part.install()
+    mimo.register()
     receiver = Receiver()
     rank_calls.RANK_CALLS.update(
         {

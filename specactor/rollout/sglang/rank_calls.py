@@ -16,8 +16,10 @@ from typing import Any
 import msgspec
 import torch
 
+from specactor.config.speculation import MTP
 from specactor.errors import EngineError
 from specactor.parallel.devices import trim_heap
+from specactor.rollout.sglang.head_runner import PolicyWithMtp
 
 METHOD = "specactor_call"
 """Name under which SGLang finds `_run` on its scheduler."""
@@ -42,6 +44,8 @@ class RankContext:
         self.tp_size: int = get_parallel().tp_size
         self.model: torch.nn.Module = scheduler.tp_worker.model_runner.model
         self.draft_worker: Any = scheduler.draft_worker
+        if self.draft_worker is not None and (mtp := self.draft_worker.draft_runners.get(MTP)) is not None:
+            self.model = PolicyWithMtp(self.model, mtp.model)
         self.tool_call_parser: str | None = scheduler.server_args.tool_call_parser
 
     def flush_cache(self) -> None:

@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.runtime_context import get_memory, get_parallel, get_spec
+from sglang.srt.runtime_context import get_memory, get_model, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from specactor.config import SpeculationConfig
+from specactor.config.speculation import MTP
 from specactor.errors import EngineError
 from specactor.rollout.sglang import draft_runner, head_runner, partial_response
 from specactor.rollout.sglang.model_drafter import ModelDrafter
@@ -164,7 +165,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         # The first: what SGLang's base class does of itself. It is also what its figures and host caches are of.
         self._draft_worker = next(iter(self._draft_workers.values()), None)
         self._target_states: dict[str, head_runner.TargetStates] = {}
-        """What an EAGLE-3 head reads, by drafter, once there are pools."""
+        """What an EAGLE-3 head or MTP layer reads, by drafter, once there are pools."""
         self._max_rows = int(get_spec().speculative_num_draft_tokens)
         self._vocab_size = int(target_worker.model_runner.model_config.vocab_size)
         self._ended: float | None = None
@@ -481,7 +482,8 @@ def register(
     class StartedWorker(Worker):
         def __init__(self, *arguments: Any, **named: Any) -> None:
             config = starting()
-            super().__init__(*arguments, draft_models=config.in_engines, **named)
+            mtp = {MTP: get_model().model_path} if config.uses_mtp else {}
+            super().__init__(*arguments, draft_models=config.in_engines | mtp, **named)
             self.use(make_speculator(config))
 
     def decodes_plainly(scheduler: Any) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 
 from specactor.config import DRAFTERS, SpeculationConfig
-from specactor.config.speculation import of_draft_model
+from specactor.config.speculation import MTP, of_draft_model
 from specactor.errors import ConfigError
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 
@@ -30,6 +30,10 @@ def _make(name: str, connect: Callable[[str], Drafter] | None) -> Drafter:
         from specactor.rollout.sglang.model_drafter import ModelDrafter
 
         return ModelDrafter(name)
+    if name == MTP:
+        from specactor.rollout.sglang.model_drafter import MtpDrafter
+
+        return MtpDrafter()
     if kind == "decoupled":
         if connect is None:
             raise ConfigError.at(

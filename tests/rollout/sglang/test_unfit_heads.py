@@ -33,6 +33,7 @@ def refuse(folder: Path, *, weights: str = "lm_head.weight", hierarchical: bool 
         ({"draft_vocab_size": None, "weights": "fc.weight"}, "neither draft_vocab_size nor lm_head"),
         ({"weights": ""}, r"no \*.safetensors"),
         ({"hierarchical": True}, "enable_hierarchical_cache"),
+        ({"hierarchical": True, "architectures": ["MiMoForCausalLM"]}, "got mtp and enable_hierarchical_cache"),
     ],
 )
 def test_an_unfit_head_is_refused(tmp_path: Path, how: dict[str, object], named: str) -> None:

@@ -1,0 +1,80 @@
+"""The policy's MTP layer learns in the policy's updates, and has no influence on them.
+
+Megatron's own forward pass makes MTP losses of labels, lets their gradients flow into the policy, and gives no logits
+then. So the layer is taken out of that pass (`set_apart`): `MtpTraining` runs it behind, on the hidden states that the
+policy computed, on its embedding and its output layer, all without gradients. The layer learns what Megatron teaches
+it, with its weight (`mtp_loss_scaling_factor`): at a token and the hidden states at the one before, the token after;
+of responses, at the sampling temperature.
+
+Invariants: the policy's weights, gradient norm and loss are bit for bit those without; the layer's gradients are no
+part of the norm, and are clipped as the policy's are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mbridge.core.util import unwrap_model
+from torch import Tensor
+
+from specactor.trainer.objective import response_logprobs
+
+if TYPE_CHECKING:
+    from specactor.trainer.microbatch import MicroBatch
+    from specactor.trainer.model import Policy
+
+_GIVEN = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
+"""What the layer is given that the policy's layers are given."""
+
+
+def set_apart(policy: Policy) -> None:
+    """Take MTP layers out of Megatron's forward pass. Call it before the optimizer is made."""
+    policy.config.mtp_num_layers = None
+    for module in map(unwrap_model, policy.chunks):
+        if hasattr(module, "mtp"):
+            module.mtp_process = False
+            for parameter in module.mtp.parameters():
+                parameter.shared = True  # Megatron counts it in the norm elsewhere: nowhere
+
+
+class MtpTraining:
+    """Of one chunk."""
+
+    def __init__(self, module: Any, *, temperature: float) -> None:
+        """Args: Megatron's GPTModel; that of rollouts."""
+        self._module, self._temperature = module, temperature
+        [self._layer] = module.mtp.layers
+        self._hidden_T1H: Tensor | None = None
+        """The policy's, of the forward pass that was made last; under sequence parallelism this rank's part."""
+        self._given: dict[str, Any] = {}
+        module.decoder.register_forward_hook(self._keep, with_kwargs=True)
+
+    @classmethod
+    def of(cls, policy: Policy, *, temperature: float) -> MtpTraining | None:
+        """None where the policy has no such layer."""
+        found = [module for module in map(unwrap_model, policy.chunks) if hasattr(module, "mtp")]
+        return cls(found[0], temperature=temperature) if found else None
+
+    def _keep(self, _: Any, __: Any, given: dict[str, Any], hidden_T1H: Tensor) -> None:
+        if torch.is_grad_enabled():
+            self._hidden_T1H = hidden_T1H.detach()
+            self._given = {name: given[name] for name in _GIVEN}
+
+    def loss(self, batch: MicroBatch) -> Tensor:
+        """What is added to the policy's loss, after its forward pass over this micro-batch."""
+        hidden_T1H, self._hidden_T1H = self._hidden_T1H, None
+        assert hidden_T1H is not None
+        module = self._module
+        # A sequence's last token has none after it. What it is given does not matter: nobody reads what comes of it.
+        with torch.no_grad():
+            embedded = module.embedding(input_ids=batch.tokens_1T.roll(-1, dims=1), position_ids=batch.positions_1T)
+        hidden_T1H = self._layer._proj_and_transformer_layer(hidden_T1H, embedded, **self._given)
+        output = module.output_layer
+        weight = module.shared_embedding_or_output_weight() if output.weight is None else output.weight
+        logits_T1V, _ = output(hidden_T1H, weight=weight.detach())
+        known = batch.positions_1T[0, batch.rows_R] > 0  # a prompt of one token has none before it
+        rows = replace(batch, rows_R=batch.rows_R[known] - 1, targets_R=batch.targets_R[known])
+        logprobs_R, _ = response_logprobs(rows, logits_T1V.transpose(0, 1), self._temperature)
+        return float(module.config.mtp_loss_scaling_factor) * -(batch.weights_R[known] * logprobs_R).sum()
