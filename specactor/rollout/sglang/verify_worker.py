@@ -30,7 +30,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
-from specactor.rollout.sglang import draft_runner, head_runner, partial_response
+from specactor.rollout.sglang import draft_runner, head_runner, overlap, partial_response
 from specactor.rollout.sglang.model_drafter import ModelDrafter
 from specactor.rollout.sglang.sampling import has_penalties
 from specactor.rollout.sglang.verify_batch import (
@@ -72,7 +72,7 @@ class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
         return None
 
     def handle_server_args(self, arguments: Any) -> None:
-        arguments.disable_overlap_schedule = True  # a round's drafts need the tokens of the one before
+        arguments.disable_overlap_schedule = True  # of its own kind; ours is in `overlap`
         arguments.enable_mixed_chunk = False
         arguments.speculative_eagle_topk = 1
         arguments.speculative_num_steps = arguments.speculative_num_draft_tokens - 1
@@ -173,6 +173,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._running: dict[str, _Running] = {}
         self._plain_left = 0
         """Rounds from now on that are plain; the same on all ranks."""
+        self.overlaps = True
         self.rounds = RoundTrace()
         self.speculator: Speculator | None = None
         """None: plain decoding."""
@@ -267,7 +268,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             return self._plain_round(batch, pp_proxy_tensors)
         base = batch.seq_lens
         reqs = batch.reqs
-        began, entered = self._began(), time.perf_counter()
+        entered = time.perf_counter()
+        began = self._ended or entered  # what SGLang does between two rounds belongs to the second
         running = self._follow(reqs)
         trees = self._drafts(reqs, running)
         decided = time.perf_counter()
@@ -309,21 +311,21 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
                     self._branches.keep(reqs[i], num_cached(reqs[i]), tree, path)
         return paths
 
-    def _began(self) -> float:
-        """When the round began that runs now: what SGLang does between two rounds belongs to the second."""
-        return self._ended or time.perf_counter()
-
     def _plain_round(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
-        began = self._began()
+        self._ended = self._ended or time.perf_counter()
         self._attend(batch.reqs)
         self._plain_left -= 1
-        batch.input_ids = last_tokens(batch)
-        result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
-        self._ended = time.perf_counter()
+        if batch.input_ids is None:  # they are on the device where the round before is under way
+            batch.input_ids = last_tokens(batch)
+        return self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+
+    def end_plain_round(self, requests: int) -> None:
+        """The tokens of a plain round of so many requests are on the host; the next may have been launched."""
+        assert self._ended is not None
+        began, self._ended = self._ended, time.perf_counter()
         self.rounds.plain(began, self._ended)
         if self.speculator is not None and get_parallel().tp_rank == 0:
-            self.speculator.on_plain_round(len(batch.reqs), round_s=self._ended - began)
-        return result
+            self.speculator.on_plain_round(requests, round_s=self._ended - began)
 
     def _prefill(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
         self._ended = None
@@ -485,9 +487,13 @@ def register(
             super().__init__(*arguments, draft_models=config.in_engines, **named)
             self.use(make_speculator(config))
 
+    def worker_of(scheduler: Any) -> Worker | None:
+        return scheduler.draft_worker if isinstance(scheduler.draft_worker, Worker) else None
+
     def decodes_plainly(scheduler: Any) -> bool:
-        worker = scheduler.draft_worker
-        return isinstance(worker, Worker) and worker.decodes_plainly()
+        worker = worker_of(scheduler)
+        return worker is not None and worker.decodes_plainly()
 
     install_plain_rounds(decodes_plainly)
+    overlap.install(worker_of)
     SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=Algorithm)(lambda _: StartedWorker)
