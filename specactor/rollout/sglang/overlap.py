@@ -2,9 +2,10 @@
 looked at, so that the device computes while the host streams, ends and schedules.
 
 What a plain round needs is known without them: its positions, slots and noise; the tokens that it reads are on the
-device (SGLang's `FutureMap`). All else waits for them (`goes_on`): rounds with drafts, penalties, which count tokens, and
-what a full pool would interrupt; so does every prefill, and every message but a new request. So whoever pushes weights,
-aborts, pauses or asks an engine finds it as if nothing was under way, and tokens are the same with overlap and without.
+device (SGLang's `FutureMap`). All else waits for them (`goes_on`): rounds with drafts, penalties, which count tokens,
+and what a full pool would interrupt; so does every prefill, and every message but a new request. So whoever pushes
+weights, aborts, pauses or asks an engine finds it as if nothing was under way, and tokens are the same with overlap and
+without.
 
 One round at most is under way. A request that ends in it has a row in the next, which nobody looks at: the row writes
 to a slot that was its own when it was launched, and the device computes rounds in order. There is one stream: copies of
@@ -48,6 +49,13 @@ def install(plain_rounds: Callable[[Any], PlainRounds | None]) -> None:
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.event_loop_normal", loop, HookType.AROUND)
 
 
+def interrupts(message: Any) -> bool:
+    """Return whether the scheduler must have looked at all tokens when it gets this message."""
+    from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
+
+    return not isinstance(message, TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput)
+
+
 class Loop:
     """Runs a scheduler, with at most one round under way."""
 
@@ -73,10 +81,7 @@ class Loop:
 
     def take(self, messages: Sequence[Any]) -> None:
         """What the scheduler was sent; all but new requests find no round under way."""
-        from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
-
-        new = (TokenizedGenerateReqInput, BatchTokenizedGenerateReqInput)
-        if not all(isinstance(message, new) for message in messages):
+        if any(map(interrupts, messages)):
             self.finish()
         self._take(messages)
 

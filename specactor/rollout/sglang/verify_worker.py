@@ -254,6 +254,10 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         if self.speculator is not None and rid in self._running:
             self._close(rid)
 
+    def prepare_for_kv_cache_release(self, req: Any) -> None:
+        """SGLang keeps the keys of a request that has ended; those of a round that is under way are not among them."""
+        req.kv.kv_committed_len = min(req.kv.kv_committed_len, num_cached(req))
+
     def decodes_plainly(self) -> bool:
         """Whether the next round of decoding is a plain one."""
         return self.speculator is None or self._plain_left > 0
