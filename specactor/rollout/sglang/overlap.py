@@ -19,6 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+VARIABLE = "SPECACTOR_OVERLAP"
+"""Environment variable: 0 where no round is launched ahead (SGLang's argument disable_overlap_schedule)."""
+
 
 class PlainRounds(Protocol):
     """Knows which rounds are plain (`verify_worker.Worker`)."""

@@ -12,6 +12,7 @@ comes with the drafts, so that those need no agreement.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout.sglang import draft_runner, head_runner, overlap, partial_response
 from specactor.rollout.sglang.model_drafter import ModelDrafter
+from specactor.rollout.sglang.round_trace import RoundTrace
 from specactor.rollout.sglang.sampling import has_penalties
 from specactor.rollout.sglang.verify_batch import (
     Branches,
@@ -45,11 +47,8 @@ from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.probing import SOON
 from specactor.rollout.speculation.speculator import Speculator
 from specactor.rollout.speculation.verification import NOTHING, DraftTree, accepted_path, chain
-from specactor.trace import Recorder, Span
 
 NAME = "SPECACTOR"
-_LANE = "rounds"
-"""Of the trace."""
 _ROOT = [0]
 """The rows that are kept of a request without drafts."""
 
@@ -102,51 +101,6 @@ class _Running:
     may_draft: bool  # whether drafts can be verified for it
 
 
-class RoundTrace:
-    """Rounds of an engine rank as spans of its trace; plain ones that follow each other are one span.
-
-    Where nobody traces, each round costs a comparison."""
-
-    def __init__(self) -> None:
-        self.recorder = Recorder()
-        self._stretch: tuple[float, float, int] | None = None
-        """Plain rounds that were not written yet: start, end, how many."""
-        self._emitted_s = 0.0
-        """End of the last round that could have drafts."""
-
-    def verified(
-        self, entered_s: float, decided_s: float, ended_s: float, *, requests: int, rows: int, emitted: int
-    ) -> None:
-        """A round that could have drafts; its tokens were handed out just now. SGLang's own time is a gap."""
-        if not self.recorder.on:
-            return
-        self.end_stretch()
-        self.recorder.span(_LANE, "draft", entered_s, decided_s, requests=requests, drafted=rows - requests)
-        self.recorder.span(_LANE, "verify", decided_s, ended_s, requests=requests, rows=rows)
-        self._emitted_s = time.perf_counter()
-        self.recorder.span(_LANE, "emit", ended_s, self._emitted_s, tokens=emitted)
-
-    def plain(self, began_s: float, ended_s: float) -> None:
-        """A round on SGLang's own path."""
-        if not self.recorder.on:
-            return
-        start_s, _, count = self._stretch or (max(began_s, self._emitted_s), ended_s, 0)
-        self._stretch = start_s, ended_s, count + 1
-
-    def end_stretch(self) -> None:
-        """What comes next is no plain round."""
-        if self._stretch is not None:
-            start_s, end_s, count = self._stretch
-            self.recorder.span(_LANE, "plain", start_s, end_s, rounds=count)
-            self._stretch = None
-
-    def take(self, *, on: bool) -> list[Span]:
-        """What was recorded since the last call. Args: whether to record from now on."""
-        self.end_stretch()
-        self.recorder.on = on
-        return self.recorder.take()
-
-
 class Worker(BaseSpecWorker):  # type: ignore[misc]
     """Runs every batch of one engine rank."""
 
@@ -173,7 +127,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._running: dict[str, _Running] = {}
         self._plain_left = 0
         """Rounds from now on that are plain; the same on all ranks."""
-        self.overlaps = True
+        self.overlaps = os.environ.get(overlap.VARIABLE) != "0"
         self.rounds = RoundTrace()
         self.speculator: Speculator | None = None
         """None: plain decoding."""

@@ -232,7 +232,8 @@ def overlap_rounds(context: Any, on: bool) -> int:
     """From now on, or not. Returns the rounds that were launched before the tokens of the one before were looked at,
     since the last call."""
     context.draft_worker.overlaps = on
-    count, _seen["ahead"] = _seen["ahead"], 0
+    count: int = _seen["ahead"]
+    _seen["ahead"] = 0
     return count
 
 
@@ -419,7 +420,7 @@ def _count() -> None:
         _seen["ahead"] += batch.input_ids is not None
         return plain_round(worker, batch, *arguments)
 
-    Worker._plain_round = counted
+    Worker._plain_round = counted  # type: ignore[assignment, method-assign]
     ScheduleBatch.retract_decode = retract_decode
     ScheduleBatch.prepare_for_extend = prepare_for_extend
 
