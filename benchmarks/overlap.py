@@ -65,7 +65,7 @@ def pairs(engine: Engine, count: int, pass_s: float, turns: int) -> list[Pair]:
             engine.flush()
             engine.rank_call(SET, f"{overlaps:d} {pass_s}".encode(), timeout_s=60)
             began_s = time.perf_counter()
-            found = [t.token_ids for t in engine.generate(batch)]
+            found = [tuple(t.token_ids) for t in engine.generate(batch)]
             seconds[overlaps] = time.perf_counter() - began_s
             expected = expected or found
             if found != expected:

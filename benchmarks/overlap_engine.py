@@ -1,7 +1,8 @@
 """A pretended device in an engine's process: a pass takes its time beside the host, and computes nothing.
 
 A token is a hash of the request's seed, its position and the token before, so that one read too early or late changes
-all that follow. Only what is waited for is there: an event is over when the passes before it are.
+all that follow. A copy to the host holds POISON until its event is waited for, which is over when the passes before it
+are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
 
 from benchmarks.overlap import SET
@@ -21,6 +23,7 @@ from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 
 FIRST_TOKEN, VOCAB = 4, 24
 """Tokens that end nothing."""
+POISON = 2
 
 
 class Nobody(Drafter):
@@ -43,12 +46,22 @@ class _Event:
 
     def __init__(self) -> None:
         self._due_s = 0.0
+        self.copy: tuple[torch.Tensor, torch.Tensor] | None = None
+        """(target, what it will hold)"""
 
     def record(self, *_: Any) -> None:
         self._due_s = _Device.free_s
 
     def synchronize(self) -> None:
         time.sleep(max(0.0, self._due_s - time.perf_counter()))
+        if self.copy is not None:
+            self.copy[0].copy_(self.copy[1])
+
+
+def _copy_to_cpu(result: Any, **_: Any) -> None:
+    on_device, result.next_token_ids = result.next_token_ids, torch.full_like(result.next_token_ids, POISON)
+    result.copy_done.copy = result.next_token_ids, on_device
+    result.copy_done.record()
 
 
 def _forward(runner: Any, batch: Any, **_: Any) -> ModelRunnerOutput:
@@ -71,6 +84,7 @@ def _set(context: Any, payload: bytes) -> bytes:
     scheduler = context._scheduler
     scheduler.device_module = SimpleNamespace(Event=_Event)
     ModelRunner.forward, ModelRunner.sample = _forward, _sample
+    GenerationBatchResult.copy_to_cpu = _copy_to_cpu
     context.draft_worker.overlaps, _Device.pass_s = overlaps == "1", float(pass_s)
     return b""
 

@@ -14,7 +14,8 @@ SGLang counts what penalties are for while a request decodes, one token per roun
 drafted for (its later rows would need counts that hold the drafts before them), and one that is taken out of the batch
 and prefilled again would start to count anew: here what it had emitted is counted first. With overlap (a round is
 prepared while another runs) SGLang counts a token one round late, and the last one given twice; so engines whose
-requests have penalties (`EngineSpec.penalties`) run without. Penalties are added up first and the repetition penalty
+requests have penalties (`EngineSpec.penalties`) run without, and those that speculate do so in rounds with such
+requests (`overlap`). Penalties are added up first and the repetition penalty
 divides afterwards, as SGLang does with overlap; without, it takes them as they lie in a set, which differs from process
 to process.
 
