@@ -36,6 +36,7 @@ BENCHMARKS = {
     "quickstart_speed": "rollouts of the quickstart with a draft model of the warm-up, beside plain ones",
     "two_hosts": "seconds and bytes per phase of an RL step on two hosts, over several links (needs root)",
     "speculation_speed": "tokens per second of plain SGLang, its own speculation, and ours",
+    "overlap": "plain rounds launched ahead, at the pace of a GPU",
     "keys_once": "attention of a verification with keys read once per row, or once per tile of rows",
     "speculation_speed_profile": "where the time of a round goes, of the contestants of speculation_speed",
 }

@@ -12,6 +12,7 @@ import msgspec
 from specactor.config import SpeculationConfig
 from specactor.errors import EngineError
 from specactor.rollout.decoupled.transport import DrafterAccess
+from specactor.rollout.sglang import overlap
 from specactor.rollout.sglang.engine_protocol import EngineSpec
 from specactor.rollout.speculation.costs import OnlineCosts, Point
 from specactor.rollout.speculation.counters import Counts
@@ -55,6 +56,7 @@ def start_environment(spec: EngineSpec) -> dict[str, str]:
     return {
         SPECULATION: msgspec.json.encode(spec.speculation).decode(),
         DRAFTERS: msgspec.json.encode(spec.drafters).decode(),
+        overlap.VARIABLE: str(int(not spec.config.extra_args.get("disable_overlap_schedule", False))),
         "SGLANG_EAGER_INPUT_NO_COPY": "1",  # the buffers are made for one row per request
     }
 

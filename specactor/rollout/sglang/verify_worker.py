@@ -12,6 +12,7 @@ comes with the drafts, so that those need no agreement.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,9 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from specactor.config import SpeculationConfig
 from specactor.config.speculation import MTP
 from specactor.errors import EngineError
-from specactor.rollout.sglang import draft_runner, head_runner, partial_response
+from specactor.rollout.sglang import draft_runner, head_runner, overlap, partial_response
 from specactor.rollout.sglang.model_drafter import ModelDrafter
+from specactor.rollout.sglang.round_trace import RoundTrace
 from specactor.rollout.sglang.verify_batch import (
     Branches,
     Rows,
@@ -45,11 +47,8 @@ from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.probing import SOON
 from specactor.rollout.speculation.speculator import Speculator
 from specactor.rollout.speculation.verification import NOTHING, DraftTree, accepted_path, chain
-from specactor.trace import Recorder, Span
 
 NAME = "SPECACTOR"
-_LANE = "rounds"
-"""Of the trace."""
 _ROOT = [0]
 """The rows that are kept of a request without drafts."""
 
@@ -72,7 +71,7 @@ class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
         return None
 
     def handle_server_args(self, arguments: Any) -> None:
-        arguments.disable_overlap_schedule = True  # a round's drafts need the tokens of the one before
+        arguments.disable_overlap_schedule = True  # of its own kind; ours is in `overlap`
         arguments.enable_mixed_chunk = False
         arguments.speculative_eagle_topk = 1
         arguments.speculative_num_steps = arguments.speculative_num_draft_tokens - 1
@@ -102,51 +101,6 @@ class _Running:
     may_draft: bool  # whether drafts can be verified for it
 
 
-class RoundTrace:
-    """Rounds of an engine rank as spans of its trace; plain ones that follow each other are one span.
-
-    Where nobody traces, each round costs a comparison."""
-
-    def __init__(self) -> None:
-        self.recorder = Recorder()
-        self._stretch: tuple[float, float, int] | None = None
-        """Plain rounds that were not written yet: start, end, how many."""
-        self._emitted_s = 0.0
-        """End of the last round that could have drafts."""
-
-    def verified(
-        self, entered_s: float, decided_s: float, ended_s: float, *, requests: int, rows: int, emitted: int
-    ) -> None:
-        """A round that could have drafts; its tokens were handed out just now. SGLang's own time is a gap."""
-        if not self.recorder.on:
-            return
-        self.end_stretch()
-        self.recorder.span(_LANE, "draft", entered_s, decided_s, requests=requests, drafted=rows - requests)
-        self.recorder.span(_LANE, "verify", decided_s, ended_s, requests=requests, rows=rows)
-        self._emitted_s = time.perf_counter()
-        self.recorder.span(_LANE, "emit", ended_s, self._emitted_s, tokens=emitted)
-
-    def plain(self, began_s: float, ended_s: float) -> None:
-        """A round on SGLang's own path."""
-        if not self.recorder.on:
-            return
-        start_s, _, count = self._stretch or (max(began_s, self._emitted_s), ended_s, 0)
-        self._stretch = start_s, ended_s, count + 1
-
-    def end_stretch(self) -> None:
-        """What comes next is no plain round."""
-        if self._stretch is not None:
-            start_s, end_s, count = self._stretch
-            self.recorder.span(_LANE, "plain", start_s, end_s, rounds=count)
-            self._stretch = None
-
-    def take(self, *, on: bool) -> list[Span]:
-        """What was recorded since the last call. Args: whether to record from now on."""
-        self.end_stretch()
-        self.recorder.on = on
-        return self.recorder.take()
-
-
 class Worker(BaseSpecWorker):  # type: ignore[misc]
     """Runs every batch of one engine rank."""
 
@@ -173,6 +127,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._running: dict[str, _Running] = {}
         self._plain_left = 0
         """Rounds from now on that are plain; the same on all ranks."""
+        self.overlaps = os.environ.get(overlap.VARIABLE) != "0"
         self.rounds = RoundTrace()
         self.speculator: Speculator | None = None
         """None: plain decoding."""
@@ -253,6 +208,10 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         if self.speculator is not None and rid in self._running:
             self._close(rid)
 
+    def prepare_for_kv_cache_release(self, req: Any) -> None:
+        """SGLang keeps the keys of a request that has ended; those of a round that is under way are not among them."""
+        req.kv.kv_committed_len = min(req.kv.kv_committed_len, num_cached(req))
+
     def decodes_plainly(self) -> bool:
         """Whether the next round of decoding is a plain one."""
         return self.speculator is None or self._plain_left > 0
@@ -267,7 +226,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             return self._plain_round(batch, pp_proxy_tensors)
         base = batch.seq_lens
         reqs = batch.reqs
-        began, entered = self._began(), time.perf_counter()
+        entered = time.perf_counter()
+        began = self._ended or entered  # what SGLang does between two rounds belongs to the second
         running = self._follow(reqs)
         trees = self._drafts(reqs, running)
         decided = time.perf_counter()
@@ -309,21 +269,21 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
                     self._branches.keep(reqs[i], num_cached(reqs[i]), tree, path)
         return paths
 
-    def _began(self) -> float:
-        """When the round began that runs now: what SGLang does between two rounds belongs to the second."""
-        return self._ended or time.perf_counter()
-
     def _plain_round(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
-        began = self._began()
+        self._ended = self._ended or time.perf_counter()
         self._attend(batch.reqs)
         self._plain_left -= 1
-        batch.input_ids = last_tokens(batch)
-        result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
-        self._ended = time.perf_counter()
+        if batch.input_ids is None:  # they are on the device where the round before is under way
+            batch.input_ids = last_tokens(batch)
+        return self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+
+    def end_plain_round(self, requests: int) -> None:
+        """The tokens of a plain round of so many requests are on the host; the next may have been launched."""
+        assert self._ended is not None
+        began, self._ended = self._ended, time.perf_counter()
         self.rounds.plain(began, self._ended)
         if self.speculator is not None and get_parallel().tp_rank == 0:
-            self.speculator.on_plain_round(len(batch.reqs), round_s=self._ended - began)
-        return result
+            self.speculator.on_plain_round(requests, round_s=self._ended - began)
 
     def _prefill(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
         self._ended = None
@@ -486,9 +446,13 @@ def register(
             super().__init__(*arguments, draft_models=config.in_engines | mtp, **named)
             self.use(make_speculator(config))
 
+    def worker_of(scheduler: Any) -> Worker | None:
+        return scheduler.draft_worker if isinstance(scheduler.draft_worker, Worker) else None
+
     def decodes_plainly(scheduler: Any) -> bool:
-        worker = scheduler.draft_worker
-        return isinstance(worker, Worker) and worker.decodes_plainly()
+        worker = worker_of(scheduler)
+        return worker is not None and worker.decodes_plainly()
 
     install_plain_rounds(decodes_plainly)
+    overlap.install(worker_of)
     SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=Algorithm)(lambda _: StartedWorker)

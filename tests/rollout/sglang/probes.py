@@ -7,20 +7,22 @@ import json
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from sglang.srt.layers import sampler
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 
-from specactor.rollout.sglang import partial_response, stopping
+from specactor.rollout.sglang import overlap, partial_response, stopping
+from specactor.rollout.sglang.overlap import Loop
 from specactor.rollout.sglang.rank_calls import RANK_CALLS
 from specactor.rollout.sglang.verify_worker import Worker
 from specactor.rollout.speculation.drafter import DraftSequence
 from tests.rollout.sglang.drafters import HalfRight, Memory
 
 _texts: dict[tuple[tuple[int, ...], int], list[int]] = {}
-_seen = {"retracted": 0, "chunked": 0, "cached": 0, "longest_prefill": 0}
+_seen = {"ahead": 0, "retracted": 0, "chunked": 0, "cached": 0, "longest_prefill": 0}
 _undo: list[Callable[[], None]] = []
 
 
@@ -107,12 +109,30 @@ def change_weights_at(context: Any, length: int) -> None:
     right = Worker.forward_batch_generation
 
     def watched(worker: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
-        if batch.forward_mode.is_decode() and len(batch.reqs[0].output_ids) == length:
+        if batch.forward_mode.is_decode() and _emitted(batch) == length:
             heal(context, None)
             change_weights(context, None)
         return right(worker, batch, *arguments, **named)
 
     _patch(Worker, "forward_batch_generation", watched)
+
+
+def _emitted(batch: Any) -> int:
+    """Tokens of the first request, that of a round under way included."""
+    cached = int(batch.seq_lens_cpu[0]) - batch.spec_algorithm.is_none()
+    return cached + 1 - len(batch.reqs[0].origin_input_ids)
+
+
+@call
+def slow_rounds(context: Any, _: object) -> None:
+    """Plain ones, so that a test has time to come in between."""
+    right = Worker._plain_round
+
+    def slow(worker: Any, *arguments: Any) -> Any:
+        time.sleep(0.03)
+        return right(worker, *arguments)
+
+    _patch(Worker, "_plain_round", slow)
 
 
 @call
@@ -144,6 +164,16 @@ def triton_rows(context: Any, _: object) -> list[int]:
         setup.attention_backends = chosen
         vars(runner).update(before)
     return [rows, runner.req_to_token_pool.size]
+
+
+@call
+def overlap_rounds(context: Any, on: bool) -> int:
+    """From now on, or not. Returns the rounds that were launched before the tokens of the one before were looked at,
+    since the last call."""
+    context.draft_worker.overlaps = on
+    count: int = _seen["ahead"]
+    _seen["ahead"] = 0
+    return count
 
 
 @call
@@ -206,6 +236,47 @@ def aborts_without_a_look() -> None:
     _patch(Req, "update_finish_state", _original(Req, "update_finish_state"))
 
 
+def goes_on_before_drafts() -> None:
+    """A round with drafts is prepared while a plain one is under way."""
+    _patch(Loop, "goes_on", lambda loop, _: loop._worker.overlaps)
+
+
+def looks_at_the_ended() -> None:
+    """Requests that have ended get the token of the round that was launched before that."""
+    finish = Loop.finish
+
+    def wrong(loop: Any) -> None:
+        scheduler = loop._scheduler
+        kept = scheduler.batch_result_processor
+        scheduler.batch_result_processor = replace(kept, enable_overlap=False)
+        try:
+            finish(loop)
+        finally:
+            scheduler.batch_result_processor = kept
+
+    _patch(Loop, "finish", wrong)
+
+
+def keeps_keys_under_way() -> None:
+    """SGLang's own: the last token of a response is in the prefix cache or is not, as its end was seen."""
+    _patch(Worker, "prepare_for_kv_cache_release", lambda worker, req: None)
+
+
+def reads_tokens_of_the_host() -> None:
+    """Those of the round before the one that is under way."""
+    right = Worker._plain_round
+
+    def wrong(worker: Any, batch: Any, *arguments: Any) -> Any:
+        batch.input_ids = None
+        return right(worker, batch, *arguments)
+
+    _patch(Worker, "_plain_round", wrong)
+
+
+def messages_do_not_wait() -> None:
+    _patch(overlap, "interrupts", lambda _: False)
+
+
 def noise_begins_anew() -> None:
     """A request that goes on is sampled with the noise of a response that begins."""
     prefill, sample = Worker._prefill, sampler.Sampler._sample_from_probs
@@ -231,12 +302,18 @@ WRONG = {
         forgets_beginnings,
         noise_begins_anew,
         aborts_without_a_look,
+        goes_on_before_drafts,
+        looks_at_the_ended,
+        keeps_keys_under_way,
+        reads_tokens_of_the_host,
+        messages_do_not_wait,
     )
 }
 
 
 def _count() -> None:
     retract, extend = ScheduleBatch.retract_decode, ScheduleBatch.prepare_for_extend
+    plain_round = Worker._plain_round
 
     def retract_decode(batch: Any) -> Any:
         result = retract(batch)
@@ -250,6 +327,11 @@ def _count() -> None:
         _seen["longest_prefill"] = max(_seen["longest_prefill"], *batch.extend_lens)
         return result
 
+    def counted(worker: Any, batch: Any, *arguments: Any) -> Any:
+        _seen["ahead"] += batch.input_ids is not None
+        return plain_round(worker, batch, *arguments)
+
+    Worker._plain_round = counted  # type: ignore[assignment, method-assign]
     ScheduleBatch.retract_decode = retract_decode
     ScheduleBatch.prepare_for_extend = prepare_for_extend
 

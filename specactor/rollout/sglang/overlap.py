@@ -1,0 +1,131 @@
+"""The scheduler's loop of engines that speculate: a plain round is launched before the tokens of the one before are
+looked at, so that the device computes while the host streams, ends and schedules.
+
+What a plain round needs is known without them: its positions, slots and noise; the tokens that it reads are on the
+device (SGLang's `FutureMap`). All else waits for them (`goes_on`): rounds with drafts, and what a full pool would
+interrupt; so does every prefill, and every message but a new request. So whoever pushes weights, aborts, pauses or asks
+an engine finds it as if nothing was under way, and tokens are the same with overlap and without.
+
+One round at most is under way. A request that ends in it has a row in the next, which nobody looks at: the row writes
+to a slot that was its own when it was launched, and the device computes rounds in order. There is one stream: copies of
+tokens to the host are queued behind their round, and waited for by their event.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+VARIABLE = "SPECACTOR_OVERLAP"
+"""Environment variable: 0 where no round is launched ahead (SGLang's argument disable_overlap_schedule)."""
+
+
+class PlainRounds(Protocol):
+    """Knows which rounds are plain (`verify_worker.Worker`)."""
+
+    overlaps: bool
+
+    def decodes_plainly(self) -> bool:
+        """Return whether the next round of decoding is a plain one."""
+
+    def end_plain_round(self, requests: int) -> None:
+        """The tokens of a plain round of so many requests are on the host."""
+
+
+def install(plain_rounds: Callable[[Any], PlainRounds | None]) -> None:
+    """Registers the hooks with SGLang's plugin registry; `plain_rounds` is of a scheduler, if its engine speculates.
+    Call it from a plugin."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.utils import DynamicGradMode
+
+    def loop(original: Callable[[Any], None], scheduler: Any) -> None:
+        worker = plain_rounds(scheduler)
+        if worker is None:
+            original(scheduler)
+            return
+        with DynamicGradMode():
+            Loop(scheduler, worker).run()
+
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.event_loop_normal", loop, HookType.AROUND)
+
+
+def interrupts(message: Any) -> bool:
+    """Return whether the scheduler must have looked at all tokens when it gets this message."""
+    from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
+
+    return not isinstance(message, TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput)
+
+
+class Loop:
+    """Runs a scheduler, with at most one round under way."""
+
+    def __init__(self, scheduler: Any, worker: PlainRounds) -> None:
+        self._scheduler = scheduler
+        self._worker = worker
+        self._under_way: deque[tuple[Any, Any]] = deque()
+        """(batch, result) of plain rounds whose tokens were not looked at; two while the older one is."""
+        scheduler.result_queue = self._under_way
+        # A round's tokens are looked at when requests of it may have ended.
+        scheduler.batch_result_processor = replace(scheduler.batch_result_processor, enable_overlap=True)
+        self._take = scheduler.process_input_requests
+        scheduler.process_input_requests = self.take
+
+    def run(self) -> None:
+        scheduler = self._scheduler
+        while not scheduler.gracefully_exit:
+            scheduler.ingest_requests()
+            if scheduler._engine_paused:
+                scheduler._record_scheduler_state_for_paused_engine()
+            else:
+                scheduler.last_batch = self.step()
+
+    def take(self, messages: Sequence[Any]) -> None:
+        """What the scheduler was sent; all but new requests find no round under way."""
+        if any(map(interrupts, messages)):
+            self.finish()
+        self._take(messages)
+
+    def step(self) -> Any:
+        """Return the batch that runs next, launched, or None."""
+        scheduler, last = self._scheduler, self._scheduler.last_batch
+        plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=last)
+        scheduler.running_batch = plan.running_batch
+        scheduler.cur_batch_for_debug = batch = plan.batch_to_run
+        if not batch or not batch.forward_mode.is_decode():
+            self.finish()
+        if not batch:
+            scheduler._sched_idled = True
+            scheduler.on_idle()
+            return None
+        if self._under_way:  # its requests are among those of the round that is under way
+            batch.input_ids = scheduler.future_map.output_tokens_buf[batch.req_pool_indices]
+        result = scheduler.run_batch(batch)
+        if not (batch.forward_mode.is_decode() and batch.spec_algorithm.is_none()):
+            scheduler.process_batch_result(batch, result)
+            return batch
+        result.copy_done = scheduler.device_module.Event()
+        result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=batch.return_hidden_states)
+        self.finish()
+        self._under_way.append((batch.copy(), result))
+        if not self.goes_on(batch):
+            self.finish()
+        return batch
+
+    def goes_on(self, batch: Any) -> bool:
+        """Return whether the round after this one, which is under way, can be launched without its tokens."""
+        return bool(
+            self._worker.overlaps
+            and self._worker.decodes_plainly()
+            and any(not (req.finished() or req.next_output_finishes_by_length()) for req in batch.reqs)
+            and batch.check_decode_mem()
+        )
+
+    def finish(self) -> None:
+        """Wait for the round that is under way, if one is, and look at its tokens."""
+        if self._under_way:
+            batch, result = self._under_way.popleft()
+            result.copy_done.synchronize()
+            self._worker.end_plain_round(len(batch.reqs))
+            self._scheduler.process_batch_result(batch, result)

@@ -1,0 +1,196 @@
+"""Plain rounds launched before the tokens of the one before are looked at: the same tokens, log-probabilities and
+counts as without, whatever comes in between; and wrong versions of it are caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from specactor.config import EngineConfig, SpeculationConfig
+from specactor.rollout.sglang.engine_client import Engine, EngineDied, EngineSpec, running
+from specactor.rollout.sglang.speculation_calls import ROUNDS, TRACE, Rounds
+from specactor.trace import Span
+from specactor.types import RolloutRequest, Trajectory
+from tests.rollout.conftest import request, two_ranks_are_deep
+from tests.rollout.sglang.asking import in_background, probe, wait_for_tokens
+from tests.rollout.sglang.test_interruptions import OFF, drafter
+from tests.rollout.sglang.test_verify_worker import batch, configure, facts
+
+AUTO = replace(drafter("Half"), mode="auto", window=None)
+NOBODY = replace(OFF, mode="off")
+Facts = list[tuple[object, ...]]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def started(request: pytest.FixtureRequest, make_spec: Callable[..., EngineSpec]) -> Iterator[Engine]:
+    ranks: int = request.param
+    spec = make_spec(
+        60 + ranks,
+        tensor_parallel=ranks,
+        devices=tuple(range(ranks)),
+        config=EngineConfig(max_running_requests=32, max_total_tokens=6144),
+        speculation=OFF,
+    )
+    with running(spec) as engine:
+        yield engine
+
+
+@pytest.fixture
+def speculating(started: Engine) -> Iterator[Engine]:
+    started.flush()
+    yield started
+    probe(started, "heal")
+
+
+def run(
+    engine: Engine, config: SpeculationConfig, requests: Sequence[RolloutRequest], *, overlap: bool = True
+) -> Facts:
+    """From empty caches; with overlap, rounds are launched ahead, and else none."""
+    engine.flush()
+    configure(engine, config)
+    probe(engine, "overlap_rounds", overlap)
+    found = facts(engine.generate(requests))
+    assert (probe(engine, "overlap_rounds", True) > 0) == overlap
+    return found
+
+
+@two_ranks_are_deep("started")
+def test_overlap_changes_nothing(speculating: Engine) -> None:
+    """Where nobody drafts, where drafting is tried now and then, and in turns."""
+    expected = run(speculating, OFF, batch(), overlap=False)
+    for config in (OFF, NOBODY, AUTO, OFF):
+        assert run(speculating, config, batch()) == expected
+    assert run(speculating, AUTO, batch(), overlap=False) == expected
+
+
+def test_switched_in_the_middle(speculating: Engine) -> None:
+    """Drafting, plain and plain without overlap follow each other while requests run."""
+    requests = [request(i, new=100, ignore_eos=i % 3 != 0) for i in range(12)]
+    expected = run(speculating, OFF, requests, overlap=False)
+    speculating.flush()
+    thread, answers = in_background(speculating, requests)
+    turns = 0
+    while thread.is_alive():
+        configure(speculating, (drafter("Half"), OFF, AUTO, OFF)[turns % 4])
+        probe(speculating, "overlap_rounds", turns % 3 != 0)
+        turns += 1
+        thread.join(0.02)
+    assert turns > 4
+    assert facts(answers) == expected
+
+
+def test_tokens_are_read_on_the_device(speculating: Engine) -> None:
+    expected = run(speculating, OFF, batch(), overlap=False)
+    probe(speculating, "break_with", "reads_tokens_of_the_host")
+    speculating.flush()
+    assert facts(speculating.generate(batch())) != expected
+
+
+def test_what_a_request_leaves_in_the_cache(speculating: Engine) -> None:
+    """The next turn of a conversation computes the same part of it anew, so that its log-probabilities have the same
+    bits."""
+    first = [request(i, new=10 + i, ignore_eos=False) for i in range(24)]
+
+    def second_turn(*, overlap: bool) -> tuple[Facts, int]:
+        token_ids = [found[0] for found in run(speculating, OFF, first, overlap=overlap)]
+        probe(speculating, "seen")
+        more = [replace(r, prompt_ids=(*r.prompt_ids, *ids, 5, 7)) for r, ids in zip(first, token_ids, strict=True)]  # type: ignore[misc]
+        return facts(speculating.generate(more)), probe(speculating, "seen")["cached"]
+
+    expected = second_turn(overlap=False)
+    assert second_turn(overlap=True) == expected
+    probe(speculating, "break_with", "keeps_keys_under_way")
+    found, cached = second_turn(overlap=True)
+    assert cached > expected[1]
+    assert found != expected[0]
+
+
+def test_a_round_with_drafts_waits(speculating: Engine) -> None:
+    requests = [request(i, new=40) for i in range(12)]
+    expected = run(speculating, OFF, requests, overlap=False)
+    assert run(speculating, AUTO, requests) == expected
+    probe(speculating, "break_with", "goes_on_before_drafts")
+    assert run(speculating, AUTO, requests) != expected
+
+
+def test_weights_change_between_two_rounds(speculating: Engine) -> None:
+    """What comes in finds no round under way: the next token is the new weights'."""
+    wanted = [request(0, new=100)]
+
+    def changed() -> tuple[int, list[Trajectory]]:
+        speculating.flush()
+        probe(speculating, "slow_rounds")
+        thread, answers = in_background(speculating, wanted)
+        wait_for_tokens(speculating, 20)
+        speculating.pause()
+        [held] = probe(speculating, "lengths")
+        probe(speculating, "change_weights")
+        speculating.resume()
+        thread.join(60)
+        probe(speculating, "change_weights")
+        probe(speculating, "heal")
+        return held, answers
+
+    def expected(held: int) -> Facts:
+        probe(speculating, "change_weights_at", held)
+        found = run(speculating, OFF, wanted, overlap=False)
+        probe(speculating, "change_weights")
+        return found
+
+    configure(speculating, OFF)
+    held, answers = changed()
+    assert 20 <= held < 100
+    assert facts(answers) == expected(held)
+    probe(speculating, "break_with", "messages_do_not_wait")
+    held, answers = changed()
+    assert facts(answers) != expected(held)
+
+
+def test_an_abort_ends_with_the_tokens_that_there_are(speculating: Engine) -> None:
+    requests = [request(i, new=100) for i in range(6)]
+    expected = run(speculating, OFF, requests, overlap=False)
+    speculating.flush()
+    before = probe(speculating, "free")
+    probe(speculating, "slow_rounds")
+    thread, answers = in_background(speculating, requests)
+    wait_for_tokens(speculating, 10)
+    speculating.abort()
+    thread.join(60)
+    assert {t.finish_reason for t in answers} == {"abort"}
+    for ours, (token_ids, _, logprobs) in zip(answers, expected, strict=True):
+        count = len(ours.token_ids)
+        assert 10 <= count < 100
+        assert (ours.token_ids, ours.logprobs) == (token_ids[:count], logprobs[:count])  # type: ignore[index]
+    speculating.flush()
+    assert probe(speculating, "free") == before
+
+
+def counted(engine: Engine, requests: Sequence[RolloutRequest], *, overlap: bool) -> tuple[list[int], int]:
+    """(requests of each plain round that costs were learned of, plain rounds of the trace)"""
+    engine.rank_call(TRACE, b"on", timeout_s=60)
+    run(engine, OFF, requests, overlap=overlap)
+    rounds = msgspec.json.decode(engine.rank_call(ROUNDS, b"", timeout_s=60)[0], type=Rounds)
+    spans = msgspec.msgpack.decode(engine.rank_call(TRACE, b"off", timeout_s=60)[0], type=list[Span])
+    return [point[0] for point in rounds.plain], sum(int(s.details["rounds"]) for s in spans if s.name == "plain")
+
+
+def test_what_is_counted_learned_and_traced(speculating: Engine) -> None:
+    """By lengths rounds are those without overlap, but that a request has a row in the one after its last; the round
+    after the last of all is not launched."""
+    requests = [request(i, new=20 + 5 * i) for i in range(4)]
+    without, traced = counted(speculating, requests, overlap=False)
+    with_overlap, traced_too = counted(speculating, requests, overlap=True)
+    assert traced == traced_too > 30
+    assert len(without) == len(with_overlap)
+    assert [b - a for a, b in zip(without, with_overlap, strict=True)].count(1) == 3
+    assert sum(with_overlap) == sum(without) + 3
+
+
+def test_an_engine_that_looks_at_the_ended_dies(make_spec: Callable[..., EngineSpec]) -> None:
+    with running(make_spec(63, speculation=OFF)) as engine:
+        probe(engine, "break_with", "looks_at_the_ended")
+        with pytest.raises(EngineDied, match="allows freeing before alloc"):
+            engine.generate(batch())
