@@ -211,7 +211,7 @@ def test_engines_that_are_killed_in_every_other_case(warm_starter: WarmStarter, 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("by_plan", "exchange"), [*((False, i) for i in range(1, 9)), (True, 1), (True, 2)])
+@pytest.mark.parametrize(("by_plan", "exchange"), [*((False, i) for i in range(1, 10)), (True, 1), (True, 2)])
 def test_a_killed_rank_takes_its_engines_with_it(
     warm_starter: WarmStarter, tmp_path: Path, rank: int, by_plan: bool, exchange: int
 ) -> None:
