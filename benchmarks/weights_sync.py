@@ -162,8 +162,8 @@ def predicted(rows: Sequence[Sequence[str]]) -> str:
         f"share of a plain copy that was measured here ({min(shares):.0%}-{max(shares):.0%}). `this memory`: of this "
         "machine, for one rank. "
         "`own H100`: all of it lies on the rank's own device, and each byte is read and written; `NVLink`: none of it. "
-        f"A host receives {SLACK} of the model over its link, whatever its engines. None of it was measured: "
-        "on GPUs and over hosts pushes go through buckets so far, and digests on GPUs are not counted.\n\n"
+        f"A host receives at most {SLACK} of the model over its link, whatever its engines. None of it was measured: "
+        "on GPUs pushes go through locked host memory so far, and digests there are not counted.\n\n"
         + markdown([*columns, *(f"host link {link} s" for link in LINKS)], lines)
     )
 

@@ -27,7 +27,8 @@ from specactor.trainer.advantages import AdvantageKind, group_advantages
 from specactor.trainer.drafter.refresh import Distillation
 from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.types import ScoredGroup, TrainSequence
-from specactor.weights_sync.sender import SyncReport, WeightSender, WeightSource
+from specactor.weights_sync.push import WeightSource
+from specactor.weights_sync.sender import SyncReport, WeightSender
 
 
 @dataclass(eq=False)

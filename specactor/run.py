@@ -54,9 +54,10 @@ from specactor.trainer import checkpoint
 from specactor.trainer.critic import Critic
 from specactor.trainer.drafter.refresh import Distillation, left_behind
 from specactor.trainer.policy import PolicyTrainer
-from specactor.trainer.shards import GatheredWeights, RankShards
+from specactor.trainer.shards import RankShards
 from specactor.trainer.warmup import find_solver, initial_model, warmed_up_model, with_draft_model
-from specactor.weights_sync.sender import WeightSender, WeightSource
+from specactor.weights_sync.push import WeightSource
+from specactor.weights_sync.sender import WeightSender
 
 
 def run(
@@ -188,7 +189,7 @@ def _build(
         devices=devices,
         rollouts=rollouts,
         sender=sender,
-        weights=_weights(trainer, pool, members),
+        weights=_weights(trainer, members),
         collective=collective,
         progress=progress,
         distillation=distillation,
@@ -294,11 +295,10 @@ def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Datas
     return Dataset.of(sets) if len(sets) > 1 else sets[0], held_out
 
 
-def _weights(trainer: PolicyTrainer, pool: EnginePool, members: Sequence[Member]) -> WeightSource:
-    """Ranks of one machine share their buckets; over several machines each owner of engines gathers the model."""
-    if len({member.machine for member in members}) == 1:
-        return RankShards(trainer.policy, trainer.shared_parameters)
-    return GatheredWeights(trainer.policy, owns_engines=bool(pool.engines))
+def _weights(trainer: PolicyTrainer, members: Sequence[Member]) -> WeightSource:
+    machines = [member.machine for member in members]
+    numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
+    return RankShards(trainer.policy, trainer.shared_parameters, hosts=[numbers[machine] for machine in machines])
 
 
 def _own_engines(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,19 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    library = simulated_cuda.build(tmp_path_factory.mktemp("simulated"))
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return simulated_cuda.build(tmp_path_factory.mktemp("simulated"))
+
+
+@pytest.fixture(scope="module")
+def found(library: Path) -> dict[str, Any]:
+    return script("simulated_cuda_cases", library)
+
+
+def script(name: str, *arguments: Path) -> dict[str, Any]:
+    """What it prints."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.lib.simulated_cuda_cases", str(library)],
+        [sys.executable, "-W", "ignore", "-m", f"tests.lib.{name}", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -68,6 +78,25 @@ def test_an_engine_on_another_device_pulls_by_a_plan(found: dict[str, Any]) -> N
     message, killed = damaged
     assert killed
     assert "weight arrived with a wrong digest" in message
+
+
+@pytest.mark.parametrize("wait", ["of the trainer's copies", "of the engine's copies"])
+def test_a_pull_that_lacks_a_wait_is_found(found: dict[str, Any], wait: str) -> None:
+    """What was not waited for is poison, or is overwritten before it was read."""
+    result = found["pulls that lack a wait"][wait]
+    assert result["right before"]
+    assert "wrong digest" in result["error"] or "was not waited for" in result["error"]
+
+
+def test_a_policy_on_a_device_hands_over_what_it_has(library: Path, tmp_path: Path) -> None:
+    """Megatron's parameters under their Hugging Face names, by buckets and then by a plan from a copy in host memory;
+    where that has no room for it, by buckets alone."""
+    found = script("simulated_shards", library, tmp_path)
+    assert found["shared"] == 0, "parameters stay on their device"
+    assert found["pushes"] == [[rounds, "", [], found["bytes"]] for rounds in (1, 0, 0)]
+    assert found["devices"] == ["cuda:3"]
+    assert found["no room"] == [True, True]
+    assert found["ranks"] == 1
 
 
 def test_digests_are_made_on_a_device(found: dict[str, Any]) -> None:

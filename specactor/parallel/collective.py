@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from types import GenericAlias
 from typing import NoReturn, TypeVar
@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 HEARTBEAT_S = 5.0  # a rank that is busy in `Collective.together` joins an exchange at least this often
 
+_MESSAGE_BYTES = 2**24  # each message is waited for with the group's bound
 _RUNNING, _DONE, _FAILED = 0, 1, 2
 
 
@@ -143,6 +144,23 @@ class Collective:
         decoder, own = msgspec.msgpack.Decoder(kind), msgspec.msgpack.encode(value)
         return [decoder.decode(part) for part in self.gather_bytes(own, only_first=only_first)]
 
+    def pass_bytes(
+        self, outgoing: Iterable[tuple[torch.Tensor, int]], incoming: Iterable[tuple[torch.Tensor, int]]
+    ) -> None:
+        """Send bytes to ranks, and receive into memory from ranks; what one rank has for another goes in that order.
+        Nothing is copied on the way to and from the network.
+
+        Args:
+            outgoing: (uint8 [N] of the host, to which rank).
+            incoming: (uint8 [N] of the host, from which rank).
+        """
+        group = control_group()
+        works = [dist.irecv(part, rank, group=group) for data, rank in incoming for part in _messages(data)]
+        works += [dist.isend(part, rank, group=group) for data, rank in outgoing for part in _messages(data)]
+        for work in works:
+            if work is not None:
+                work.wait()
+
     def any(self, flag: bool) -> bool:
         total = torch.tensor([int(flag)], dtype=torch.int64)
         dist.all_reduce(total, group=control_group())
@@ -180,6 +198,10 @@ class Collective:
         parts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(parts, torch.tensor([state], dtype=torch.int64), group=control_group())
         return [int(part) for part in parts]
+
+
+def _messages(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    return (data[start : start + _MESSAGE_BYTES] for start in range(0, len(data), _MESSAGE_BYTES))
 
 
 def _in_thread(name: str, work: Callable[[], T]) -> Future[T]:

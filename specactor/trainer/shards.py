@@ -1,8 +1,8 @@
-"""What this rank hands over in a weight sync, round by round, under Hugging Face names.
+"""What this rank hands over in a weight sync, under Hugging Face names: round by round, and as it lies in memory.
 
-On one host, `RankShards`: each parameter is handed over by exactly one of the ranks that hold it, so nothing crosses
-pipeline stages, experts' ranks or data-parallel copies; only tensor-parallel shards are gathered. Over several hosts,
-`GatheredWeights`: every owner of engines gathers and hands over everything.
+In rounds each parameter is handed over by exactly one of the ranks that hold it, so nothing crosses pipeline stages,
+experts' ranks or data-parallel copies; only tensor-parallel shards are gathered. In memory nothing is gathered, and on
+every host one of its ranks hands over each shard.
 
 On CPUs the parameters themselves lie in memory that engines can read (`share`); on GPUs they are copied there.
 `RankShards.held` says where.
@@ -45,47 +45,18 @@ def share(chunks: Iterable[Any]) -> list[SharedBuffer]:
     return made
 
 
-class GatheredWeights:
-    """A `WeightSource` over several hosts: the whole model on each rank that owns engines."""
-
-    one_host = False
-    on_device = None
-
-    def __init__(self, policy: Policy, *, owns_engines: bool) -> None:
-        self._policy, self._owns_engines = policy, owns_engines
-
-    def held(self, capacity_bytes: int) -> None:
-        """Nothing: memory of another host cannot be read."""
-
-    def rounds(self, capacity_bytes: int) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """All tensors, in rounds of at most `capacity_bytes`, or one tensor that is larger. Collective."""
-        stream = self._policy.named_weights()
-        ahead = next(stream, None)
-
-        def one_round() -> Iterator[tuple[str, Tensor]]:
-            nonlocal ahead
-            left = capacity_bytes
-            while ahead is not None:
-                name, tensor = ahead
-                num_bytes = tensor.numel() * tensor.element_size()
-                if num_bytes > left < capacity_bytes:
-                    return
-                left -= num_bytes
-                if self._owns_engines:
-                    yield name, tensor
-                ahead = next(stream, None)
-
-        while ahead is not None:
-            yield one_round()
-
-
 class RankShards:
-    """A `WeightSource` within one host."""
+    """The `WeightSource` of a policy."""
 
-    one_host = True
-
-    def __init__(self, policy: Policy, memory: Sequence[SharedBuffer] = ()) -> None:
-        """Args: what `share` made of the policy's parameters."""
+    def __init__(
+        self, policy: Policy, memory: Sequence[SharedBuffer] = (), *, hosts: Sequence[int] | None = None
+    ) -> None:
+        """
+        Args:
+            memory: what `share` made of the policy's parameters.
+            hosts: of each rank, from 0 on; None: there is one.
+        """
+        self.hosts = tuple(hosts or [0] * dist.get_world_size())
         self._memory = list(memory)
         self._copied: SharedCopy | None = None
         """Of tensors that are not in shared memory."""
@@ -106,6 +77,9 @@ class RankShards:
             copies=parallel_state.get_expert_data_parallel_world_size(), shards=self._expert_group.size()
         )
         self._expert_place = (parallel_state.get_expert_data_parallel_rank(), self._expert_group.rank())
+        self._equal_shards = self._near(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        self._equal_whole = self._near(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+        self._equal_experts = self._near(parallel_state.get_expert_data_parallel_group())
         self._parameters: list[tuple[str, Tensor]] = []
         for chunk in policy.for_bridge():
             names = self._bridge._weight_name_mapping_mcore_local_to_global(chunk)
@@ -120,9 +94,9 @@ class RankShards:
         return self._copied if self._parameters[0][1].device.type != "cpu" else None
 
     def held(self, capacity_bytes: int) -> Holding | None:
-        """Return where engines find what this rank hands over, as of now; None where it would take more than
-        `capacity_bytes` to copy what does not lie in shared memory, on a GPU more than the host has free. It is the
-        same object until a tensor of the host moves."""
+        """Return where engines find what this rank hands over for its host, as of now; None where it would take more
+        than `capacity_bytes` to copy what does not lie in shared memory, on a GPU more than the host has free. It is
+        the same object until a tensor of the host moves."""
         pointers = [tensor.data_ptr() for _, tensor in self._parameters if tensor.device.type == "cpu"]
         if pointers != self._pointers or self._holding is None:
             self._pointers = pointers
@@ -136,7 +110,7 @@ class RankShards:
         others = [tensor for _, tensor, place in mine if place is None]
         devices = {tensor.device.type for _, tensor, _ in mine}
         if devices - {"cpu"}:
-            capacity_bytes = room_bytes(dist.get_world_size())  # one host has all ranks
+            capacity_bytes = room_bytes(self.hosts.count(self.hosts[dist.get_rank()]))
         if len(devices) > 1 or sum(aligned(tensor.nbytes) for tensor in others) > capacity_bytes:
             return None
         self._copied = SharedCopy(others)
@@ -148,11 +122,17 @@ class RankShards:
         addresses = tuple(buffer.address() for buffer in (*self._memory, self._copied.buffer))
         return Holding(addresses=addresses, tensors=tuple(tensors))
 
+    def _near(self, group: dist.ProcessGroup) -> list[int]:
+        """The ranks of a group that are on this host."""
+        here = self.hosts[dist.get_rank()]
+        return [rank for rank in dist.get_process_group_ranks(group) if self.hosts[rank] == here]
+
     def _parameters_of_own(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of which engines take this rank's part, and not that of one of its copies."""
+        """Those of which engines of this host take this rank's part, and not that of an equal rank."""
         for index, (name, tensor) in enumerate(self._parameters):
-            carrier, own = self._spread(name).carrier(index), self._own_place(name)
-            if carrier[0] == own[0] and (carrier == own or self._is_cut(name, tensor)):
+            of_dense = self._equal_shards if self._is_cut(name, tensor) else self._equal_whole
+            equal = self._equal_experts if _is_expert(name) else of_dense
+            if equal[index % len(equal)] == dist.get_rank():
                 yield name, tensor
 
     def _place(self, tensor: Tensor) -> tuple[int, int] | None:

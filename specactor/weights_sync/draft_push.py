@@ -24,8 +24,8 @@ from specactor.weights_sync.buckets import Slot, aligned
 from specactor.weights_sync.digest import copy_with_digest
 from specactor.weights_sync.memory import SharedBuffer
 from specactor.weights_sync.messages import CheckReply, Commit, DraftWeights
+from specactor.weights_sync.push import TargetEngine
 from specactor.weights_sync.receiver import Receiver
-from specactor.weights_sync.sender import TargetEngine
 
 
 @dataclass

@@ -53,25 +53,26 @@ class SharedBuffer:
         del self._map
 
 
-def open_address(address: Address) -> torch.Tensor:
-    """The sender's bytes, uint8 [num_bytes], without a copy; `unregister` them in the end. Raises OSError when the
-    sender is gone."""
+def open_address(address: Address, *, locked: bool = True) -> torch.Tensor:
+    """The sender's bytes, uint8 [num_bytes], without a copy; `unregister` them in the end if they are `locked` for this
+    process's GPU. Raises OSError when the sender is gone."""
     data = torch.frombuffer(_mapped(address, mmap.PROT_READ | mmap.PROT_WRITE), dtype=torch.uint8)
-    register(data)
+    if locked:
+        register(data)
     return data
 
 
 def read_only(address: Address) -> npt.NDArray[np.uint8]:
-    """Open an address for the processor alone, which cannot write them."""
-    return np.frombuffer(_mapped(address, mmap.PROT_READ), dtype=np.uint8)
+    """Open an address for the processor alone, which cannot write them. Pages that nobody wrote stay unmade."""
+    return np.frombuffer(_mapped(address, mmap.PROT_READ, 0), dtype=np.uint8)
 
 
-def _mapped(address: Address, protection: int) -> mmap.mmap:
+def _mapped(address: Address, protection: int, populate: int = mmap.MAP_POPULATE) -> mmap.mmap:
     fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
     try:
         if os.fstat(fd).st_ino != address.inode:
             raise FileNotFoundError(f"process {address.pid} no longer holds this buffer")
-        return mmap.mmap(fd, address.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection)
+        return mmap.mmap(fd, address.num_bytes, flags=mmap.MAP_SHARED | populate, prot=protection)
     finally:
         os.close(fd)
 

@@ -45,9 +45,11 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """This is what one rank of the trainer, or all together, hand over out of memory that others can read."""
+    """This is what one rank of the trainer, or all together for one host, hand over out of memory that others can
+    read."""
 
-    addresses: tuple[Address, ...]
+    addresses: tuple[Address | None, ...]
+    """None: of a memory that nothing on this host is taken from."""
     tensors: tuple[Held, ...]
 
 

@@ -4,14 +4,15 @@ Nobody has to know how Megatron's parameters become Hugging Face's, nor how thos
 which of its bytes each Hugging Face tensor is made (`Held`), the engine rank what its model's own loader copied from
 each tensor to where (`Copy`), and `chunks` joins the two.
 
-Invariants: every byte of every tensor is held once, and every byte of every parameter is written once, or only ever
-filled; a plan for which that is not so is refused. The bytes of a chunk belong to one memory.
+Invariants: a host takes every byte of every tensor from one rank, and every byte of every parameter is written once, or
+only ever filled; a plan for which that is not so is refused. The bytes of a chunk belong to one memory.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -100,23 +101,49 @@ def held(index: Ints, own: range, *, memory: int, at: int, item_bytes: int) -> t
     return _blocks(runs)
 
 
-def merged(parts: Sequence[tuple[int, Sequence[Held]]]) -> tuple[Held, ...]:
-    """All ranks' tensors, whole. Raises WeightSyncError where one is not.
+def merged(parts: Sequence[tuple[int, Sequence[Held]]], hosts: Sequence[int]) -> list[tuple[Held, ...]]:
+    """Per host, all tensors, whole. Of equal parts a host takes its own, otherwise one of a rank that has had to give
+    the fewest bytes so far. Raises WeightSyncError where a tensor would not be whole.
 
     Args:
         parts: per rank, how many memories it has, and what it holds in them. They are numbered on over the ranks.
+        hosts: of each rank, from 0 on.
     """
-    found: dict[str, Held] = {}
+    copies: dict[tuple[Any, ...], list[tuple[int, Held]]] = {}
     first = 0
-    for num_memories, tensors in parts:
+    for rank, (num_memories, tensors) in enumerate(parts):
         for tensor in tensors:
             blocks = tuple(Block(_moved(b.span, first), b.to, b.step) for b in tensor.blocks)
-            before = found[tensor.name].blocks if tensor.name in found else ()
-            found[tensor.name] = Held(tensor.name, tensor.num_bytes, before + blocks)
+            part = (tensor.name, *((b.to, b.step, b.span.length, b.span.count) for b in blocks))
+            copies.setdefault(part, []).append((rank, Held(tensor.name, tensor.num_bytes, blocks)))
         first += num_memories
+    given: dict[tuple[int, bool], int] = defaultdict(int)  # by rank, on its own host or to others
+    return [_whole(copies.values(), hosts, host, given) for host in range(max(hosts) + 1)]
+
+
+def _whole(
+    copies: Iterable[list[tuple[int, Held]]], hosts: Sequence[int], host: int, given: dict[tuple[int, bool], int]
+) -> tuple[Held, ...]:
+    found: dict[str, Held] = {}
+    for equal in copies:
+        near = [copy for copy in equal if hosts[copy[0]] == host]
+        rank, part = min(near or equal, key=lambda copy: given[copy[0], bool(near)])
+        given[rank, bool(near)] += sum(block.span.length * block.span.count for block in part.blocks)
+        before = found[part.name].blocks if part.name in found else ()
+        found[part.name] = Held(part.name, part.num_bytes, before + part.blocks)
     for tensor in found.values():
         _check_once(tensor.name, _expanded(tensor.blocks), tensor.num_bytes, [])
     return tuple(found.values())
+
+
+def covered(spans: Iterable[Span]) -> list[tuple[int, int]]:
+    """Return (first byte, end) of what spans of one memory cover, in order, as few as there can be."""
+    runs = _expanded([Block(span, 0, 0) for span in spans])
+    order = np.argsort(runs.at)
+    start, end = runs.at[order], np.maximum.accumulate((runs.at + runs.length)[order])
+    begins = np.concatenate([[True], start[1:] > end[:-1]])
+    ends = np.concatenate([begins[1:], [True]])
+    return list(zip(start[begins].tolist(), end[ends].tolist(), strict=True))
 
 
 def _moved(span: Span, by: int) -> Span:

@@ -143,8 +143,8 @@ class _Plan:
     key: int
     chunks: tuple[plan.Chunk, ...]
     sizes: dict[str, int]
-    memories: list[Memory] | list[torch.Tensor]
-    """The latter on a GPU."""
+    memories: list[Memory | None] | list[torch.Tensor | None]
+    """The latter on a GPU; None where nothing is taken from."""
 
 
 class Receiver:
@@ -209,7 +209,8 @@ class Receiver:
             chunks = plan.chunks(watched.copies, sizes, everything.tensors)
             _flat(rank.model, sizes)
             on_host = next(rank.model.parameters()).device.type == "cpu"
-            memories: Any = [(read_only if on_host else open_address)(address) for address in everything.addresses]
+            opened = read_only if on_host else open_address
+            memories: Any = [opened(address) if address is not None else None for address in everything.addresses]
         except (OSError, WeightSyncError) as error:
             return msgspec.msgpack.encode(PlanReply(refusal=str(error)))
         self._plan = _Plan(digest_of(memoryview(payload)), chunks, sizes, memories)

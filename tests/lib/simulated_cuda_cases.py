@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from specactor.rollout.sglang import sampling, verify_batch, verify_worker  # no
 from specactor.rollout.speculation.verification import DraftTree, accepted_path, chain, merged  # noqa: E402
 from specactor.trainer import microbatch  # noqa: E402
 from specactor.types import TrainSequence  # noqa: E402
-from specactor.weights_sync import digest  # noqa: E402
+from specactor.weights_sync import device_pull, digest  # noqa: E402
 from specactor.weights_sync.device_pull import SharedCopy  # noqa: E402
 from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, PLAN, PULL, Holding  # noqa: E402
 from specactor.weights_sync.plan import Held, held  # noqa: E402
@@ -222,7 +223,7 @@ class Engine:
 class Source:
     """The trainer's weights, in as many rounds as rows, or in one."""
 
-    one_host = True
+    hosts = (0,)
     on_device = None
 
     def __init__(self, weight: torch.Tensor, rounds: int) -> None:
@@ -313,6 +314,31 @@ def weight_pulls(trainer: str, engine: str, waits: Waits) -> list[Any]:
     return found
 
 
+def pull_that_lacks_a_wait(trainer: str, engine: str, where: Any, name: str, instead: Any) -> dict[str, Any]:
+    """What came of three pulls with that function in the place of the one that waits; before, all is right."""
+    weight = torch.arange(12.0).view(3, 4).to(trainer)
+    sender, source = WeightSender(WeightsSyncConfig(), Alone()), Columns(weight)  # type: ignore[arg-type]
+    target, error = Engine(engine, lambda: None), ""
+    for version in (1, 2):
+        sender.push(source, [target], version=version)  # type: ignore[list-item]
+    right = torch.equal(target.rank.model.weight.cpu(), weight.t().cpu())
+    with patch.object(where, name, instead):
+        for version in (3, 4, 5):
+            weight.mul_(10)
+            try:
+                sender.push(source, [target], version=version)  # type: ignore[list-item]
+            except (WeightSyncError, RuntimeError) as problem:  # the latter is the simulation's own
+                error = str(problem)
+                break
+    raised(torch.cuda.synchronize)  # what is due is not left to others
+    return {"right before": right, "error": error}
+
+
+def read_at_once(totals: Any) -> tuple[int, ...]:
+    """Digests, read without a wait."""
+    return tuple(int(total.inner) & (2**64 - 1) for total in totals)
+
+
 def digests(device: str) -> list[Any]:
     data = torch.arange(1000, dtype=torch.int64).to(device).view(torch.uint8)
     target = torch.zeros(8000, dtype=torch.uint8, device=device)
@@ -345,6 +371,14 @@ def main(library: Path) -> None:
         found["weights"] = [weight_sync("cuda:0", "cuda:3", rounds) for rounds in (1, 4)]
         found["damaged"] = weight_sync("cuda:0", "cuda:3", 1, damaged=True)
         found["pulls"] = weight_pulls("cuda:0", "cuda:3", waits)
+        found["pulls that lack a wait"] = {
+            "of the trainer's copies": pull_that_lacks_a_wait(
+                "cuda:0", "cuda:3", torch.cuda, "synchronize", lambda *_: None
+            ),
+            "of the engine's copies": pull_that_lacks_a_wait(
+                "cuda:0", "cuda:3", device_pull, "read_totals", read_at_once
+            ),
+        }
         found["digests"] = digests("cuda")
         found["offload"] = away_and_back("cuda", waits=True)
         found["no waits"] = raised(lambda: found.update({"poisoned": away_and_back("cuda", waits=False)}))

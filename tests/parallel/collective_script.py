@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import sys
@@ -20,6 +21,9 @@ from tests.lib.simulated_cuda import Simulated
 
 
 def main() -> None:
+    if sys.argv[2] in ("late", "gone"):
+        without_a_peer(sys.argv[2])
+        return
     if sys.argv[2] == "gloo":
         dist.init_process_group("gloo")
     elif sys.argv[2].startswith("rules"):
@@ -40,6 +44,11 @@ def main() -> None:
     spans = collective.gather([VersionSpan(version=rank, start=0, end=1)], list[VersionSpan])
     seen["spans"] = [span.version for part in spans for span in part]
     seen["any"] = [collective.any(rank == 1), collective.any(False)]
+    module._MESSAGE_BYTES = 1000
+    given = torch.arange(2500 + rank).to(torch.uint8)
+    taken = [torch.zeros(2501 - rank, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)]
+    collective.pass_bytes([(given, 1 - rank), (given[5:8], 1 - rank)], [(part, 1 - rank) for part in taken])
+    seen["passed"] = [taken[0].equal(torch.arange(2501 - rank).to(torch.uint8)), taken[1].tolist()]
     start = time.monotonic()
     seen["together"] = collective.together("long", lambda: time.sleep(2.0 * rank) or rank)
     seen["waited"] = time.monotonic() - start
@@ -58,6 +67,22 @@ def main() -> None:
     sys.stdout.flush()
     collective.barrier()  # nobody leaves while another still listens
     leave()
+
+
+def without_a_peer(kind: str) -> None:
+    """The second rank sends nothing: it is busy for longer than the group waits, or it ends."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+    collective, taken, error, start = Collective(), torch.zeros(9, dtype=torch.uint8), "", time.monotonic()
+    collective.barrier()
+    try:
+        if collective.rank == 0:
+            collective.pass_bytes([], [(taken, 1)])
+    except RuntimeError as problem:
+        error = str(problem)
+    if collective.rank == 1 and kind == "late":
+        time.sleep(10)
+    sys.stdout.write(json.dumps({"rank": collective.rank, "error": error, "s": time.monotonic() - start}) + "\n")
+    sys.stdout.flush()
 
 
 def refused() -> list[object]:

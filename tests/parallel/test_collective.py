@@ -31,6 +31,19 @@ def test_a_flag_on_one_rank_is_seen_by_all(ranks: list[dict[str, object]]) -> No
     assert [r["any"] for r in ranks] == [[True, False]] * 2
 
 
+def test_bytes_are_passed_in_order_in_messages_of_their_own(ranks: list[dict[str, object]]) -> None:
+    assert [r["passed"] for r in ranks] == [[True, [5, 6, 7]]] * 2
+
+
+@pytest.mark.parametrize("kind", ["late", "gone"])
+def test_who_waits_for_bytes_that_nobody_sends_waits_no_longer_than_the_group(
+    tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    waiting, _ = told(tmp_path_factory, kind)
+    assert "ime" in str(waiting["error"]) or "losed" in str(waiting["error"]), waiting
+    assert float(str(waiting["s"])) < 9.0
+
+
 def test_ranks_leave_a_phase_when_the_slowest_is_done(ranks: list[dict[str, object]]) -> None:
     assert [r["together"] for r in ranks] == [0, 1]
     """The slowest needs two seconds; a rank may begin to count later than it."""

@@ -35,8 +35,8 @@ FIRST = [(*stage, MOMENTS[i % 3], VICTIMS[(i + i // 3) % 3], i % 2) for i, stage
 CASES = [(*stage, *further) for stage, *further in itertools.product(STAGES, MOMENTS, VICTIMS, (0, 1))]
 random.Random(0).shuffle(CASES)
 CASES = [*FIRST, *(case for case in CASES if case not in FIRST)][:95]
-"""By plan or not, the call in which an engine is struck, when, which process of it, which engine. With the ranks that
-are struck there are a hundred."""
+"""By plan or not, the call in which an engine is struck, when, which process of it, which engine. Ranks are struck
+22 times besides."""
 GONE_S = 30.0
 
 

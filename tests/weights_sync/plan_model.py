@@ -116,35 +116,46 @@ def parameters(pair: Pair, model: dict[str, Array]) -> list[tuple[int, int, bool
 
 
 class Trainer:
-    """Its ranks' memories, and what they hold in them."""
+    """Its ranks' memories, on some hosts, and what they hold in them: per host, one of each shard's equal copies."""
 
-    def __init__(self, pair: Pair, model: dict[str, Array]) -> None:
+    def __init__(self, pair: Pair, model: dict[str, Array], num_hosts: int = 1) -> None:
         rng = random.Random(pair.seed)
         self.contents: dict[tuple[Any, ...], list[Array]] = defaultdict(list)
         """By rank: (pipeline, copy, shard) of the dense part, (..., expert) of the experts': two memories."""
         self.tensors: dict[tuple[Any, ...], list[Held]] = defaultdict(list)
+        self._hosts: dict[tuple[Any, ...], int] = {}
         for index, (stage, expert, of_expert, shards, names) in enumerate(parameters(pair, model)):
-            copy = index % pair.data
             numbers = np.concatenate([shard.ravel() for shard in shards])
             order = np.argsort(numbers, kind="stable")
             for shard, values in enumerate(shards):
-                place = (stage, copy, shard, expert, of_expert)
-                padding = np.full(rng.randrange(4), PAD, np.int32)
-                self.contents[place] += [padding, values.ravel()]
-                at = ITEM * (sum(part.size for part in self.contents[place]) - values.size)
-                own = range(shard * values.size, (shard + 1) * values.size)
-                for name in names:
-                    wanted = model[name].ravel()
-                    index_N = order[np.searchsorted(numbers, wanted, sorter=order)]
-                    assert np.array_equal(numbers[index_N], wanted)
-                    blocks = held(index_N, own, memory=0, at=at, item_bytes=ITEM)
-                    self.tensors[place].append(Held(name, wanted.size * ITEM, blocks))
+                places = [(stage, copy, shard, expert, of_expert) for copy in range(pair.data)]
+                for place in places:
+                    self._hosts.setdefault(place, rng.randrange(num_hosts))
+                for host in range(num_hosts):
+                    equal = [place for place in places if self._hosts[place] == host]
+                    if not equal:
+                        continue
+                    place = equal[index % len(equal)]
+                    padding = np.full(rng.randrange(4), PAD, np.int32)
+                    self.contents[place] += [padding, values.ravel()]
+                    at = ITEM * (sum(part.size for part in self.contents[place]) - values.size)
+                    own = range(shard * values.size, (shard + 1) * values.size)
+                    for name in names:
+                        wanted = model[name].ravel()
+                        index_N = order[np.searchsorted(numbers, wanted, sorter=order)]
+                        assert np.array_equal(numbers[index_N], wanted)
+                        blocks = held(index_N, own, memory=0, at=at, item_bytes=ITEM)
+                        self.tensors[place].append(Held(name, wanted.size * ITEM, blocks))
 
     def memories(self) -> list[npt.NDArray[np.uint8]]:
         return [np.concatenate(parts).view(np.uint8) for parts in self.contents.values()]
 
     def parts(self) -> list[tuple[int, list[Held]]]:
         return [(1, self.tensors[place]) for place in self.contents]
+
+    def hosts(self) -> list[int]:
+        """By rank, as `parts` are."""
+        return [self._hosts[place] for place in self.contents]
 
 
 class Loader:

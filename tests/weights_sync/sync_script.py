@@ -35,10 +35,11 @@ from specactor.parallel.layout import Layout  # noqa: E402
 from specactor.rollout.pool import EnginePool  # noqa: E402
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
-from specactor.trainer.shards import GatheredWeights, RankShards  # noqa: E402
+from specactor.trainer.shards import RankShards  # noqa: E402
 from specactor.types import RolloutRequest, SamplingParams  # noqa: E402
-from specactor.weights_sync import sender as sender_module  # noqa: E402
-from specactor.weights_sync.sender import WeightSender, WeightSource  # noqa: E402
+from specactor.weights_sync import push as push_module  # noqa: E402
+from specactor.weights_sync.push import WeightSource  # noqa: E402
+from specactor.weights_sync.sender import WeightSender  # noqa: E402
 from tests.trainer import policy_cases as cases  # noqa: E402
 from tests.weights_sync import kills  # noqa: E402
 
@@ -106,27 +107,51 @@ class Bench:
 
     def layout(self, name: str) -> dict[str, Any]:
         before = self.answers()
-        shards, gathered = self.shards(), self.gathered()
+        shards, apart = self.shards(), self.apart()
         sender = WeightSender(WeightsSyncConfig(), self.collective)
-        result: dict[str, Any] = {"union": self.union(shards), "gathered_union": self.union(gathered)}
+        result: dict[str, Any] = {"union": self.union(shards), "on_first_host": self.num_bytes_on_first_host(apart)}
         result["one_host"] = self.push(shards, sender=sender)
         after = self.answers()
         self.on_engines(Engine.flush)
         result |= {"changed": before != after or self.collective.rank > 0, "cache_dropped": after == self.answers()}
         result["wrong"] = self.compare(name)
-        result["several_hosts"] = self.push(gathered, bucket_bytes=TINY_BUCKET)
-        result["wrong_several_hosts"] = self.compare(name)
-        self.trainer.train_step(cases.sequences(len(name) + 1), learning_rate=2e-3)
-        result["by_plan"] = self.push(shards, sender=sender)
-        result["wrong_by_plan"] = self.compare(name)
+        far_sender = WeightSender(WeightsSyncConfig(bucket_bytes=TINY_BUCKET), self.collective)
+        for push, by, source in (
+            ("by_plan", sender, shards),
+            ("several_hosts", far_sender, apart),
+            ("several_hosts_by_plan", far_sender, apart),
+        ):
+            self.trainer.train_step(cases.sequences(len(name) + 1), learning_rate=2e-3)
+            result[push] = self.push(source, sender=by)
+            result[f"wrong_{push}"] = self.compare(name)
         sender.close()
+        far_sender.close()
         return result
 
     def shards(self) -> RankShards:
         return RankShards(self.trainer.policy, self.trainer.shared_parameters)
 
-    def gathered(self) -> GatheredWeights:
-        return GatheredWeights(self.trainer.policy, owns_engines=self.collective.rank == 0)
+    def apart(self) -> RankShards:
+        """As if half of the ranks were on another host than the engines'."""
+        world = self.collective.world
+        hosts = [2 * rank // world for rank in range(world)]
+        return RankShards(self.trainer.policy, self.trainer.shared_parameters, hosts=hosts)
+
+    def num_bytes_on_first_host(self, source: RankShards) -> int:
+        """Of parameters that its ranks hold, each once: equal ones have one name."""
+        rows, padded = self.trainer.policy.bridge.hf_config.vocab_size, 0
+        held = {}
+        for name, tensor in source._parameters:
+            cut = getattr(tensor, "tensor_model_parallel", False) or ".experts." in name
+            shard = torch.distributed.get_rank(source._tensor_group) if cut else 0
+            held[f"{name} {shard}"] = tensor.nbytes
+            if "embedding" in name or "output_layer" in name:
+                padded = tensor.shape[0] * (source._tensor_group.size() if cut else 1) - rows
+        assert padded == 0, "it would count bytes that no engine has"
+        everyone = self.collective.gather(json.dumps(held), str)
+        return sum(
+            {k: v for i in range(self.collective.world // 2) for k, v in json.loads(everyone[i]).items()}.values()
+        )
 
     def push(
         self, source: WeightSource, *, first: int | None = None, sender: WeightSender | None = None, **config: Any
@@ -212,7 +237,7 @@ class Bench:
             self.collective.together("restart", self.pool.restart_lost)
             again = self.push(shards)
             results[name] = result | {"lost": lost, "again": "error" not in again and self.answers() == before}
-        return results | self.faults_by_plan(shards, before)
+        return results | self.faults_by_plan(shards, before) | self.faults_between_hosts(before)
 
     def faults_by_plan(self, shards: RankShards, before: list[Any]) -> dict[str, Any]:
         """A byte that changes on its way and an engine that dies while it pulls; after each the engines answer as
@@ -237,13 +262,50 @@ class Bench:
         sender.close()
         return results
 
+    def faults_between_hosts(self, before: list[Any]) -> dict[str, Any]:
+        """The second rank sends a bit that it does not have, or what it had before."""
+        apart, sender = self.apart(), WeightSender(WeightsSyncConfig(), self.collective)
+        parameters = list(self.trainer._parameters())
+        original, kept = Collective.pass_bytes, list[Tensor]()
+
+        def flip(self: Collective, outgoing: Any, incoming: Any) -> None:
+            sent = [(data.clone(), to) for data, to in outgoing]
+            for data, _ in sent[-1:]:
+                data[len(data) // 2] ^= 64
+            original(self, sent, incoming)
+
+        def stale(self: Collective, outgoing: Any, incoming: Any) -> None:
+            original(self, [(old, to) for old, (_, to) in zip(kept, outgoing, strict=True)], incoming)
+
+        def keep(self: Collective, outgoing: Any, incoming: Any) -> None:
+            kept[:] = [data.clone() for data, _ in outgoing]
+            original(self, outgoing, incoming)
+
+        results: dict[str, Any] = {}
+        for name, fault in (("flip on the link", flip), ("stale on the link", stale)):
+            first = self.push(apart, sender=sender)["num_rounds"]
+            Collective.pass_bytes = keep  # type: ignore[method-assign]
+            self.push(apart, sender=sender)
+            torch._foreach_mul_([p.data for p in parameters], 1.5)
+            Collective.pass_bytes = fault if self.collective.rank == 1 else original  # type: ignore[method-assign]
+            result = self.push(apart, sender=sender)
+            Collective.pass_bytes = original  # type: ignore[method-assign]
+            torch._foreach_div_([p.data for p in parameters], 1.5)
+            lost = self.collective.any(self.pool.any_lost())
+            self.collective.together("restart", self.pool.restart_lost)
+            again = [self.push(apart, sender=sender).get("num_rounds") for _ in range(2)]
+            wrong = self.compare("EP2")
+            results[name] = result | {"lost": lost, "first": first, "again": again, "unharmed": not wrong}
+        sender.close()
+        return results
+
     @contextlib.contextmanager
     def flipped(self, plan: Any) -> Iterator[None]:
         """A bit of rank 1's memory differs between its digest and the engines' copies."""
         if self.collective.rank != 1:
             yield
             return
-        digests, span = plan.digests(), plan._own[0][0]
+        digests, span = plan.digests(), plan._order[1][0][0]
         data = self.trainer.shared_parameters[span.memory - min(plan._memories)].data
         data[span.at + 5] ^= 64
         plan.digests = lambda: digests
@@ -266,11 +328,11 @@ class Bench:
         del plan.digests
 
     def push_in_no_time(self, source: WeightSource) -> dict[str, Any]:
-        usual, sender_module.TIMEOUT_S = sender_module.TIMEOUT_S, 1e-4
+        usual, push_module.TIMEOUT_S = push_module.TIMEOUT_S, 1e-4
         try:
             return self.push(source, first=1)
         finally:
-            sender_module.TIMEOUT_S = usual
+            push_module.TIMEOUT_S = usual
 
     def push_with_late_flip(self, source: WeightSource) -> dict[str, Any]:
         flips = self.collective.rank == 1
@@ -278,7 +340,7 @@ class Bench:
         def late(original: Pack) -> Pack:
             def resend(push: Any) -> None:
                 if flips:
-                    push._buffers[0].data[push._packed[0].slots[0].offset] ^= 1
+                    push._buffers[0].data[push._packed[0][0][1].slots[0].offset] ^= 1
                 original(push)
 
             return resend
@@ -306,11 +368,10 @@ class Bench:
 class Edited:
     """A source with some tensors changed."""
 
-    one_host = True
     on_device = None
 
     def __init__(self, source: RankShards, edit: Edit) -> None:
-        self._source, self._edit = source, edit
+        self.hosts, self._source, self._edit = source.hosts, source, edit
 
     def held(self, capacity_bytes: int) -> None:
         """Nothing."""
@@ -354,14 +415,14 @@ class replaced:  # noqa: N801  (reads as a phrase)
     """A method of the sender's push wrapped for a while."""
 
     def __init__(self, method: str, wrap: Callable[[Pack], Pack]) -> None:
-        self._method, self._original = method, getattr(sender_module._Push, method)
+        self._method, self._original = method, getattr(push_module.Push, method)
         self._wrapped = wrap(self._original)
 
     def __enter__(self) -> None:
-        setattr(sender_module._Push, self._method, self._wrapped)
+        setattr(push_module.Push, self._method, self._wrapped)
 
     def __exit__(self, *_: object) -> None:
-        setattr(sender_module._Push, self._method, self._original)
+        setattr(push_module.Push, self._method, self._original)
 
 
 def sha256(tensor: Tensor) -> str:

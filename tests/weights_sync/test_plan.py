@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from specactor.errors import WeightSyncError
 from specactor.weights_sync import plan
 from specactor.weights_sync.digest import copy_and_digest, digest_spans
+from specactor.weights_sync.mirrors import crossings, taker
 from specactor.weights_sync.plan import Block, Chunk, Held, Span, merged
 from tests.weights_sync.plan_model import Loader, Pair, Trainer, whole
 
@@ -78,6 +80,11 @@ def loaded(pair: Pair, rank: int) -> Loader:
     return loader
 
 
+def all_of(pair: Pair) -> tuple[Held, ...]:
+    trainer = Trainer(pair, whole(pair))
+    return merged(trainer.parts(), trainer.hosts())[0]
+
+
 def flat(loader: Loader, chunk: Chunk) -> list[Any]:
     return [loader.parameters[name].reshape(-1).view(np.uint8) for name in chunk.parameters]
 
@@ -95,7 +102,7 @@ def times_written(loader: Loader, chunks: tuple[Chunk, ...]) -> dict[str, Any]:
 @given(pairs(), st.sampled_from([16, 100, 2**20]))
 def test_every_element_of_an_engine_is_written_once_with_what_its_loader_gives_it(pair: Pair, piece: int) -> None:
     trainer = Trainer(pair, whole(pair))
-    memories, tensors = trainer.memories(), merged(trainer.parts())
+    memories, [tensors] = trainer.memories(), merged(trainer.parts(), trainer.hosts())
     for rank in range(pair.engine):
         loader = loaded(pair, rank)
         with mock.patch.object(plan, "PIECE_BYTES", piece):
@@ -112,6 +119,64 @@ def test_every_element_of_an_engine_is_written_once_with_what_its_loader_gives_i
             assert copied == digest_spans(dict(enumerate(memories)), chunk.spans)
         for name, value in wanted.items():
             assert np.array_equal(loader.parameters[name], value), name
+
+
+@settings(max_examples=400 if settings.get_current_profile_name() == "deep" else 25)
+@given(pairs(), st.integers(2, 4), st.sampled_from([16, 2**20]))
+def test_what_no_rank_of_a_host_has_crosses_to_it_once(pair: Pair, num_hosts: int, piece: int) -> None:
+    """Every element is another number, so what crosses is known from numbers alone: those that the engines of a host
+    hold and its ranks do not. An engine is then as its loader made it, by digests of the owners."""
+    model = whole(pair)
+    trainer = Trainer(pair, model, num_hosts)
+    memories, hosts = trainer.memories(), trainer.hosts()
+    by_host = merged(trainer.parts(), hosts)
+    loaders = [(rank, loaded(pair, number)) for rank in range(len(hosts)) for number in range(pair.engine)]
+    with mock.patch.object(plan, "PIECE_BYTES", piece):
+        chunks = [plan.chunks(of.copies, of.sizes(), by_host[hosts[rank]]) for rank, of in loaders]
+    reads: list[list[tuple[Span, ...]]] = [[] for _ in hosts]
+    for (rank, _), made in zip(loaders, chunks, strict=True):
+        reads[rank] += [chunk.spans for chunk in made]
+    crossed: dict[int, list[Any]] = {host: [] for host in hosts}
+    seen = {host: dict(enumerate(memories)) for host in hosts}  # what engines of each host can open
+    for host, visible in seen.items():
+        visible.update({i: np.full_like(memories[i], 255) for i, of in enumerate(hosts) if of != host})
+    for memory, owner, to, start, end in crossings(reads, range(len(hosts)), hosts):
+        assert owner == memory
+        seen[hosts[to]][memory][start:end] = memories[owner][start:end]
+        crossed[hosts[to]].append(memories[owner][start:end].view(np.int32))
+    for host, numbers in crossed.items():
+        near = np.concatenate([memories[i].view(np.int32) for i, of in enumerate(hosts) if of == host])
+        wanted = np.concatenate([value.ravel() for _, of in loaders for value in of.parameters.values()])
+        found = np.sort(np.concatenate(numbers)) if numbers else np.zeros(0, np.int32)
+        assert np.array_equal(found, np.setdiff1d(wanted[wanted > 0], near))
+    for (rank, loader), made in zip(loaders, chunks, strict=True):
+        wanted_now = {name: value.copy() for name, value in loader.parameters.items()}
+        for value in loader.parameters.values():
+            value.fill(0)
+        for chunk in made:
+            copied = copy_and_digest(flat(loader, chunk), chunk.blocks, list(seen[hosts[rank]].values()))
+            assert copied == digest_spans(dict(enumerate(memories)), chunk.spans)
+        assert all(np.array_equal(loader.parameters[name], value) for name, value in wanted_now.items())
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 4))
+def test_owners_give_about_as_much_each(sizes: list[int], owners: int) -> None:
+    """To a host that has nothing; it may not be their own, either."""
+    tensors = [Held(str(i), n, (Block(Span(0, 0, 0, n, 1), 0, 0),)) for i, n in enumerate(sizes)]
+    parts = [(1, tensors)] * owners + [(1, [])]
+    *_, last = merged(parts, range(owners + 1))
+    given = Counter({rank: 0 for rank in range(owners)})
+    for tensor in last:
+        given[tensor.blocks[0].span.memory] += tensor.num_bytes
+    assert max(given.values()) - min(given.values()) <= max(sizes)
+    assert sum(given.values()) == sum(sizes)
+
+
+def test_ranks_of_a_host_take_turns() -> None:
+    hosts = [0, 0, 0, 1, 1, 2]
+    assert [taker(hosts, owner, 1) for owner in (0, 1, 2)] == [3, 4, 3]
+    assert [taker(hosts, owner, 0) for owner in (3, 4)] == [0, 1]
+    assert {taker(hosts, owner, 2) for owner in range(5)} == {5}
 
 
 def swapped(tensors: list[Held]) -> list[Held]:
@@ -144,7 +209,7 @@ def differing(edit: Callable[[list[Held]], list[Held]]) -> list[str]:
     pair = replace(PAIR, expert_tensor=1, engine=1, data=1, pipeline=1, expert=1)
     trainer = Trainer(pair, whole(pair))
     memories = trainer.memories()
-    tensors = edit(list(merged(trainer.parts())))
+    tensors = edit(list(merged(trainer.parts(), trainer.hosts())[0]))
     loader = loaded(pair, 0)
     chunks = plan.chunks(loader.copies, loader.sizes(), tensors)
     return [
@@ -157,27 +222,31 @@ def differing(edit: Callable[[list[Held]], list[Held]]) -> list[str]:
 
 
 def test_a_missing_shard_is_refused() -> None:
-    parts = Trainer(PAIR, whole(PAIR)).parts()
+    trainer = Trainer(PAIR, whole(PAIR))
     with pytest.raises(WeightSyncError, match="would not be written whole"):
-        merged(parts[1:])
+        merged(trainer.parts()[1:], trainer.hosts()[1:])
 
 
-def test_a_shard_that_two_ranks_hand_over_is_refused() -> None:
-    parts = Trainer(PAIR, whole(PAIR)).parts()
+def test_a_part_that_is_in_two_cuts_is_refused() -> None:
+    """Equal parts of two ranks are one; a whole tensor beside its shards is not."""
+    [tensor] = (plan.held(np.arange(8), range(8), memory=0, at=0, item_bytes=4),)
+    [half] = (plan.held(np.arange(8), range(4), memory=0, at=0, item_bytes=4),)
+    whole_one, half_one = Held("x", 32, tensor), Held("x", 32, half)
+    assert merged([(1, [whole_one]), (1, [whole_one])], [0, 0]) == [(whole_one,)]
     with pytest.raises(WeightSyncError, match="would be written twice from byte 0 on"):
-        merged([*parts, parts[0]])
+        merged([(1, [whole_one]), (1, [half_one])], [0, 0])
 
 
 def test_a_tensor_that_no_rank_holds_is_refused() -> None:
     loader = loaded(PAIR, 0)
-    tensors = [t for t in merged(Trainer(PAIR, whole(PAIR)).parts()) if t.name != "1.2.up"]
+    tensors = [t for t in all_of(PAIR) if t.name != "1.2.up"]
     with pytest.raises(WeightSyncError, match=r"1\.2\.up is loaded by the engine and held by no rank"):
         plan.chunks(loader.copies, loader.sizes(), tensors)
 
 
 @pytest.mark.parametrize("missing", [0, 3, -1])
 def test_a_parameter_that_is_not_written_whole_is_refused(missing: int) -> None:
-    loader, tensors = loaded(PAIR, 0), merged(Trainer(PAIR, whole(PAIR)).parts())
+    loader, tensors = loaded(PAIR, 0), all_of(PAIR)
     loader.copies["0.w13"].pop(missing)
     with pytest.raises(WeightSyncError, match=r"0\.w13 would not be written whole"):
         plan.chunks(loader.copies, loader.sizes(), tensors)

@@ -16,7 +16,7 @@ import torch
 
 from specactor.config import WeightsSyncConfig
 from specactor.errors import EngineError, WeightSyncError
-from specactor.weights_sync import receiver, sender
+from specactor.weights_sync import pulls, receiver
 from specactor.weights_sync.digest import copy_and_digest, digest_spans
 from specactor.weights_sync.memory import SharedBuffer
 from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, PLAN, PULL, Holding, PullReply
@@ -83,7 +83,7 @@ class Engine:
 class Source:
     """The trainer's weights, in shared memory."""
 
-    one_host = True
+    hosts = (0,)
     on_device = None
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class Job:
             self.source.buffer.data[spans[0].at + self.rng.randrange(spans[0].length)] ^= 1 << self.rng.randrange(8)
             return digest_spans(memories, spans)
 
-        return mock.patch.object(sender, "digest_spans", digest)
+        return mock.patch.object(pulls, "digest_spans", digest)
 
     def read_too_little(self) -> AbstractContextManager[Any]:
         keep = self.rng.random()

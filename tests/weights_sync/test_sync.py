@@ -32,6 +32,7 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
         "PP2xEP2": {"pipeline": 2, "expert": 2},
     },
 }
+PUSHES = ("one_host", "by_plan", "several_hosts", "several_hosts_by_plan")
 FIRST = len(FIRST_KILLS)
 REPLICATED = "CP2"
 """Its ranks have the same weights, as those of DP2: deep."""
@@ -76,23 +77,33 @@ def test_every_engine_rank_holds_the_trainers_weights(
     results: dict[int, dict[str, Any]], world: int, name: str
 ) -> None:
     result = results[world][name]
-    for push in ("one_host", "several_hosts", "by_plan"):
+    for push in PUSHES:
         assert "error" not in result[push], result[push]
         assert result[push]["alike"]
         assert result[push]["num_bytes"] == result["one_host"]["num_bytes"] > 0
     assert result["one_host"]["num_rounds"] == 1
     assert result["several_hosts"]["num_rounds"] > 2
-    assert result["by_plan"]["num_rounds"] == 0
-    assert result["one_host"]["note"] == ""
+    assert result["by_plan"]["num_rounds"] == result["several_hosts_by_plan"]["num_rounds"] == 0
+    assert result["one_host"]["note"] == result["several_hosts"]["note"] == ""
     assert result["wrong"] == []
-    assert result["wrong_several_hosts"] == []
-    assert result["wrong_by_plan"] == []
+    assert [result[f"wrong_{push}"] for push in PUSHES[1:]] == [[]] * 3
+
+
+@pytest.mark.parametrize(("world", "name"), CASES)
+def test_between_hosts_goes_what_the_engines_host_lacks(
+    results: dict[int, dict[str, Any]], world: int, name: str
+) -> None:
+    result = results[world][name]
+    by_plan = result["several_hosts_by_plan"]
+    lacks = by_plan["num_bytes"] - result["on_first_host"]
+    assert by_plan["link_bytes"] == lacks
+    assert (lacks == 0) == (name in ("DP2", "CP2"))
+    assert result["one_host"]["link_bytes"] == result["by_plan"]["link_bytes"] == 0
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)
 def test_ranks_together_hand_over_every_tensor_once(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
     assert results[world][name]["union"] == {"equal": True, "once": True}
-    assert results[world][name]["gathered_union"] == {"equal": True, "once": True}
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)
@@ -139,7 +150,13 @@ def test_an_engine_that_may_hold_a_mixture_is_replaced(
 
 
 @pytest.mark.parametrize(
-    ("fault", "expected"), [("flip by plan", "arrived with a wrong digest"), ("killed by plan", "engine 0")]
+    ("fault", "expected"),
+    [
+        ("flip by plan", "arrived with a wrong digest"),
+        ("killed by plan", "engine 0"),
+        ("flip on the link", "arrived with a wrong digest"),
+        ("stale on the link", "arrived with a wrong digest"),
+    ],
 )
 def test_an_engine_that_pulled_something_else_is_replaced(
     results: dict[int, dict[str, Any]], fault: str, expected: str
@@ -194,7 +211,7 @@ def test_engines_that_are_killed_in_every_other_case(warm_starter: WarmStarter, 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("by_plan", "exchange"), [*((False, i) for i in range(1, 9)), (True, 1), (True, 2)])
+@pytest.mark.parametrize(("by_plan", "exchange"), [*((False, i) for i in range(1, 10)), (True, 1), (True, 2)])
 def test_a_killed_rank_takes_its_engines_with_it(
     warm_starter: WarmStarter, tmp_path: Path, rank: int, by_plan: bool, exchange: int
 ) -> None:

@@ -32,7 +32,7 @@ from specactor.trainer.drafter.train import Clock, DrafterTrainer, RefreshStats
 from specactor.types import TrainSequence
 from specactor.weights_sync.draft_push import DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import DraftWeights
-from specactor.weights_sync.sender import TIMEOUT_S, TargetEngine
+from specactor.weights_sync.push import TIMEOUT_S, TargetEngine
 
 FOLDER = "drafter"  # in a checkpoint
 

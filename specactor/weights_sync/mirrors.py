@@ -1,0 +1,99 @@
+"""Memory of other hosts' ranks, at the same places in memory of this host.
+
+What a host needs of a rank's memory elsewhere crosses once: from that rank, its owner, to one rank of the host, the
+taker, into memory that all processes of the host can read. Whoever knows a place in the owner's memory knows it in the
+mirror, so plans and digests speak of the owner's alone: what an engine holds is compared with what the owner digested,
+and a byte that changed on the link or in the mirror is found there.
+
+Invariants: every rank derives the same crossings from what all have told each other; between two ranks bytes go in the
+order of the crossings; pages of a mirror that nothing crosses into take no memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from specactor.parallel.collective import Collective
+from specactor.weights_sync.memory import Address, SharedBuffer
+from specactor.weights_sync.plan import Span, covered
+
+
+class Crossing(NamedTuple):
+    """Bytes `start` to `end` of a memory, from its owner to the rank that takes it for its host."""
+
+    memory: int
+    owner: int
+    taker: int
+    start: int
+    end: int
+
+
+def taker(hosts: Sequence[int], owner: int, host: int) -> int:
+    """Return the rank of a host that takes what that owner gives; for the owners of one host they take turns."""
+    there, peers = (where(hosts, of) for of in (host, hosts[owner]))
+    return there[peers.index(owner) % len(there)]
+
+
+def where(hosts: Sequence[int], host: int) -> list[int]:
+    """Return the ranks of a host."""
+    return [rank for rank, of in enumerate(hosts) if of == host]
+
+
+def crossings(reads: Sequence[Iterable[Sequence[Span]]], owners: Sequence[int], hosts: Sequence[int]) -> list[Crossing]:
+    """Return what must cross for what engines read, each byte once per host.
+
+    Args:
+        reads: of the engines of each rank; all spans of a sequence are of one memory.
+        owners: of each memory.
+    """
+    needs: dict[tuple[int, int], list[Span]] = defaultdict(list)  # by host and memory
+    for host, of_rank in zip(hosts, reads, strict=True):
+        for spans in of_rank:
+            if hosts[owners[spans[0].memory]] != host:
+                needs[host, spans[0].memory] += spans
+    return [
+        Crossing(memory, owners[memory], taker(hosts, owners[memory], host), start, end)
+        for (host, memory), spans in sorted(needs.items())
+        for start, end in covered(spans)
+    ]
+
+
+class Mirrors:
+    """Those that one rank made, and the addresses of all of its host."""
+
+    def __init__(self, collective: Collective, hosts: Sequence[int]) -> None:
+        self._collective, self._hosts = collective, hosts
+        self._buffers: dict[int, SharedBuffer] = {}
+
+    def make(self, memory: int, num_bytes: int) -> torch.Tensor:
+        """Return this rank's mirror of a memory, made anew if it had less room."""
+        if memory not in self._buffers or self._buffers[memory].data.numel() < num_bytes:
+            if memory in self._buffers:
+                self._buffers.pop(memory).close()
+            self._buffers[memory] = SharedBuffer(num_bytes)
+        return self._buffers[memory].data
+
+    def fill(self, crossings: Sequence[Crossing], own: Callable[[int], torch.Tensor]) -> None:
+        """Have all crossings happen. Collective. Args: own: returns the bytes of a memory of this rank."""
+        rank = self._collective.rank
+        self._collective.pass_bytes(
+            [(own(c.memory)[c.start : c.end], c.taker) for c in crossings if c.owner == rank],
+            [(self._buffers[c.memory].data[c.start : c.end], c.owner) for c in crossings if c.taker == rank],
+        )
+
+    def addresses(self) -> dict[int, Address]:
+        """Return those of all mirrors on this host, when all ranks came so far. Collective."""
+        mine = {memory: buffer.address() for memory, buffer in self._buffers.items()}
+        everyone = self._collective.gather(mine, dict[int, Address])
+        here = where(self._hosts, self._hosts[self._collective.rank])
+        return {memory: address for rank in here for memory, address in everyone[rank].items()}
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for buffer in self._buffers.values():
+            buffer.close()
+        self._buffers.clear()

@@ -1,0 +1,116 @@
+"""How the engines of all hosts pull: which memory each host's read, what crosses between hosts, who digests what.
+
+Invariants: a host takes what its own ranks hold from them, and nothing crosses that none of its engines reads; what
+crosses does so once per host; whatever way bytes took, their digest is that of their owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from specactor.parallel.collective import Collective
+from specactor.weights_sync.device_pull import SharedCopy
+from specactor.weights_sync.digest import digest_of, digest_spans
+from specactor.weights_sync.memory import Address, open_address
+from specactor.weights_sync.messages import Holding, PullReply
+from specactor.weights_sync.mirrors import Crossing, Mirrors, crossings, taker
+from specactor.weights_sync.plan import Chunk, Span, merged
+
+Spans = tuple[Span, ...]
+
+
+class JobPlan:
+    """It says how all engines pull, as seen by one rank."""
+
+    def __init__(
+        self, collective: Collective, holdings: Sequence[Holding], hosts: Sequence[int], on_device: SharedCopy | None
+    ) -> None:
+        """Collective. Raises WeightSyncError on all ranks where they do not hold all of the model.
+
+        Args:
+            holdings: by rank.
+            hosts, on_device: see `WeightSource`.
+        """
+        self._collective, self._hosts, self._on_device = collective, hosts, on_device
+        self._owner = [rank for rank, each in enumerate(holdings) for _ in each.addresses]
+        here, addresses = hosts[collective.rank], [address for each in holdings for address in each.addresses]
+        near = [hosts[owner] == here for owner in self._owner]
+        tensors = merged([(len(each.addresses), each.tensors) for each in holdings], hosts)[here]
+        self._mirrors = Mirrors(collective, hosts)
+        for memory in {block.span.memory for tensor in tensors for block in tensor.blocks}:
+            if not near[memory] and taker(hosts, self._owner[memory], here) == collective.rank:
+                self._mirrors.make(memory, _known(addresses[memory]).num_bytes)
+        far = self._mirrors.addresses()
+        seen = tuple(address if near[memory] else far.get(memory) for memory, address in enumerate(addresses))
+        self.holding = Holding(addresses=seen, tensors=tensors)  # for the engines of this host
+        self.key = digest_of(memoryview(msgspec.msgpack.encode(self.holding)))
+        self.num_bytes = sum(tensor.num_bytes for tensor in tensors)
+        self.link_bytes = 0
+        self.chunks: dict[int, list[tuple[Chunk, ...]]] = {}  # by engine of this rank, per rank of it
+        self._order: list[list[Spans]] = [[] for _ in holdings]  # what each rank digests
+        self._crossings: list[Crossing] = []
+        first = self._owner.index(collective.rank)
+        own = holdings[collective.rank].addresses
+        self._memories = {first + i: open_address(_known(address), locked=False) for i, address in enumerate(own)}
+
+    def learn(self, chunks: dict[int, list[tuple[Chunk, ...]]]) -> None:
+        """Take what the engines of this rank planned: see the attribute. Collective."""
+        self.chunks = chunks
+        mine = dict.fromkeys(chunk.spans for ranks in chunks.values() for part in ranks for chunk in part)
+        told = self._collective.gather(tuple(mine), tuple[Spans, ...])
+        for spans in dict.fromkeys(spans for part in told for spans in part):
+            self._order[self._owner[spans[0].memory]].append(spans)
+        self._crossings = crossings(told, self._owner, self._hosts)
+        self.link_bytes = sum(crossing.end - crossing.start for crossing in self._crossings)
+
+    def bring(self) -> None:
+        """Bring to every host what its engines read of other hosts. Collective."""
+        if self._crossings:
+            self._mirrors.fill(self._crossings, self._memories.__getitem__)
+            self._collective.barrier()  # of one host, other ranks' engines read this rank's mirrors, too
+
+    def digests(self) -> tuple[int, ...]:
+        """Those of all chunks that any engine takes from this rank."""
+        own = self._order[self._collective.rank]
+        if self._on_device is not None:
+            return self._on_device.digests(own)
+        memories = {number: memory.numpy() for number, memory in self._memories.items()}
+        return tuple(digest_spans(memories, spans) for spans in own)
+
+    def difference(self, replies: Mapping[int, Sequence[PullReply]], digests: Sequence[Sequence[int]]) -> str:
+        """Return which parameters of this rank's engines do not hold what the trainer has; empty if all do.
+
+        Args:
+            replies: by engine.
+            digests: of every rank, what `digests` returned.
+        """
+        wanted = {
+            spans: digest
+            for each, found in zip(self._order, digests, strict=True)
+            for spans, digest in zip(each, found, strict=True)
+        }
+        for engine, ranks in replies.items():
+            for rank, (reply, chunks) in enumerate(zip(ranks, self.chunks[engine], strict=True)):
+                if problem := _difference(chunks, reply.digests, wanted):
+                    return f"engine {engine}, rank {rank}: {problem}"
+        return ""
+
+    def close(self) -> None:
+        """Give the mirrors back."""
+        self._mirrors.close()
+
+
+def _known(address: Address | None) -> Address:
+    assert address is not None, "a rank names all of its own"
+    return address
+
+
+def _difference(chunks: Sequence[Chunk], digests: Sequence[int], wanted: Mapping[Spans, int]) -> str:
+    if len(digests) != len(chunks):
+        return f"{len(digests)} of {len(chunks)} digests came back"
+    for chunk, digest in zip(chunks, digests, strict=True):
+        if wanted[chunk.spans] != digest:
+            return f"{', '.join(dict.fromkeys(chunk.parameters))} arrived with a wrong digest"
+    return ""

@@ -1,0 +1,356 @@
+"""One push of weights, on one rank of the trainer; see `sender` for what all ranks do together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import msgspec
+import torch
+
+from specactor.config import WeightsSyncConfig
+from specactor.errors import EngineError, WeightSyncError
+from specactor.parallel.collective import Collective
+from specactor.weights_sync.buckets import Slot, aligned
+from specactor.weights_sync.device_pull import SharedCopy
+from specactor.weights_sync.digest import copy_with_digest, digest_on
+from specactor.weights_sync.memory import SharedBuffer
+from specactor.weights_sync.messages import (
+    COMMIT,
+    LOAD,
+    PLAN,
+    PULL,
+    Bucket,
+    CheckReply,
+    Commit,
+    Holding,
+    PlanReply,
+    Pull,
+    PullReply,
+    Round,
+)
+from specactor.weights_sync.mirrors import Crossing, Mirrors, taker
+from specactor.weights_sync.pulls import JobPlan
+
+T = TypeVar("T")
+
+TIMEOUT_S = 300.0  # longest wait for an engine to take one bucket, which takes well under a second
+
+
+class WeightSource(Protocol):
+    """It says where the tensors come from, on every rank."""
+
+    @property
+    def hosts(self) -> Sequence[int]:
+        """Return that of each rank, from 0 on; engines can open memory of their own."""
+        ...
+
+    @property
+    def on_device(self) -> SharedCopy | None:
+        """What is held and lies on a GPU; None where it lies in the memory that engines read."""
+        ...
+
+    def rounds(self, capacity_bytes: int) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
+        """Per round, the (Hugging Face name, whole tensor) that this rank hands over.
+
+        Over all rounds and ranks these are all tensors of the model, once. May be collective; every round is walked to
+        its end.
+        """
+        ...
+
+    def held(self, capacity_bytes: int) -> Holding | None:
+        """Return what this rank hands over to its host and, where they have no equal, to others, as it lies in memory
+        that engines can read, current until the next change; None where there is none, or it would take more than
+        `capacity_bytes` besides. The same object while nothing moves."""
+        ...
+
+
+class TargetEngine(Protocol):
+    """An engine that takes weights."""
+
+    @property
+    def index(self) -> int: ...
+
+    def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]: ...
+
+    def kill(self) -> None: ...
+
+
+class RoundState(msgspec.Struct, frozen=True, kw_only=True):
+    """This is what a rank tells the others after packing a round."""
+
+    bucket: Bucket | None  # its bucket, if it packed anything
+    takes: bool  # whether it has engines
+    last: bool  # whether it has no more rounds
+    problem: str  # the first that it or its engines met
+
+
+class PullState(msgspec.Struct, frozen=True, kw_only=True):
+    """This is what a rank tells the others after a pull."""
+
+    digests: tuple[int, ...]  # of its own chunks, in the order of the plan
+    unplanned: bool  # whether one of its engines has no such plan
+    problem: str
+
+
+class Push:
+    """One push on one rank. It remembers the first problem and goes on walking, as the other ranks do."""
+
+    def __init__(
+        self,
+        config: WeightsSyncConfig,
+        collective: Collective,
+        hosts: Sequence[int],
+        buffers: list[SharedBuffer],
+        mirrors: Sequence[Mirrors],
+        engines: Sequence[TargetEngine],
+        version: int,
+    ) -> None:
+        self.version = version
+        self.problem = ""
+        self.num_bytes = 0
+        self.num_rounds = 0
+        self.link_bytes = 0
+        self._config = config
+        self._collective = collective
+        self._hosts = hosts
+        self._buffers = buffers
+        self._mirrors = mirrors
+        self._engines = engines
+        self._threads = ThreadPoolExecutor(max_workers=max(1, len(engines)), thread_name_prefix="weights")
+        self._pending: list[Future[None]] = []
+        self._replies: dict[int, list[bytes]] = {}  # by engine: of its ranks, to the last call
+        self._sent: list[tuple[Bucket, ...]] = []
+        self._packed: dict[int, list[tuple[torch.Tensor, Bucket]]] = {}  # by side: own, and mirrored by this rank
+        self._touched = False  # whether engines may hold other weights than before
+        self._device = torch.device("cpu")  # of the tensors that were packed
+
+    def stream(self, call: str, source: WeightSource) -> None:
+        """Pack, exchange and send round by round. Returns when every engine has answered to all."""
+        self.num_bytes = self.num_rounds = 0
+        self._sent, self._packed = [], {}
+        num_hosts = len(set(self._hosts))  # a rank has a bucket of its own, and about one's mirror of each other host
+        own_rounds = source.rounds(self._config.bucket_bytes * 15 // 16 // num_hosts)  # the rest is for alignment
+        last = False
+        while not last:
+            tensors = next(own_rounds, None)
+            side = self.num_rounds % 2
+            bucket = self._pack_or_note(side, tensors) if tensors is not None else None
+            self._wait()
+            last = self._exchange(call, bucket, side, last=tensors is None)
+        self._wait()
+
+    def resend(self) -> None:
+        """Have the buckets loaded as they are, and check that they still were what they had been: in all that time
+        nothing else wrote them, so what was wrong while it was loaded is wrong afterwards.
+
+        A bucket is checked while the next one is loaded.
+        """
+        for side, buckets in enumerate(self._sent):
+            self._submit(LOAD, Round(buckets=buckets, checked=True))
+            if side > 0:
+                self._recheck(side - 1)
+            self._wait()
+            self._collective.barrier()  # the other ranks' engines have read this rank's buckets, too
+        self._recheck(len(self._sent) - 1)
+
+    def _recheck(self, side: int) -> None:
+        for data, bucket in self._packed.get(side, ()):
+            device = torch.device("cuda" if bucket.of_gpu else "cpu")
+            for slot in bucket.slots:
+                if digest_on(device, data[slot.offset : slot.offset + slot.num_bytes]) != slot.digest:
+                    self.problem = self.problem or f"{slot.name} changed while it was loaded"
+
+    def plan(self, holding: Holding, on_device: SharedCopy | None) -> tuple[str, JobPlan | None]:
+        """Have the engines plan how to pull, and compare by that plan what they loaded; why there can be none."""
+        try:
+            holdings = self._collective.gather(holding, Holding)
+            plan = JobPlan(self._collective, holdings, self._hosts, on_device)
+        except WeightSyncError as error:  # on all ranks
+            return str(error), None
+        replies = self._ask_all(PLAN, plan.holding, PlanReply)
+        refusals = [reply.refusal for ranks in replies.values() for reply in ranks if reply.refusal]
+        told = self._collective.gather("".join(refusals[:1]), str)
+        if any(told) or self._collective.any(bool(self.problem)):
+            plan.close()
+            return next((text for text in told if text), ""), None
+        plan.learn({engine: [reply.chunks for reply in ranks] for engine, ranks in replies.items()})
+        so_far = self.num_rounds, self.link_bytes
+        self.pull(plan, copy=False)
+        self.num_rounds, self.link_bytes = so_far
+        return "", plan
+
+    def pull(self, plan: JobPlan, *, copy: bool = True) -> bool:
+        """Have the engines copy all they need, digest the same here, and compare. False where one knows no plan."""
+        if copy:
+            plan.bring()
+        digests: list[tuple[int, ...]] = []
+        message = Pull(version=self.version, key=plan.key, copy=copy)
+        replies = self._ask_all(PULL, message, PullReply, meanwhile=lambda: digests.append(plan.digests()))
+        unplanned = any(
+            engine not in plan.chunks or reply.unplanned for engine, ranks in replies.items() for reply in ranks
+        )
+        state = PullState(digests=digests[0], unplanned=unplanned, problem=self.problem)
+        states = self._collective.gather(state, PullState)
+        self._touched = copy
+        if any(state.unplanned for state in states) and not any(state.problem for state in states):
+            return False
+        self.problem = self.problem or plan.difference(replies, [state.digests for state in states])
+        self.num_bytes, self.num_rounds, self.link_bytes = plan.num_bytes, 0, plan.link_bytes
+        return True
+
+    def commit(self) -> None:
+        """Finish on all engines; where a rank has met a problem before, end all engines instead.
+
+        An engine that fails in the commit itself ends those of its rank; the push then fails on all ranks.
+        """
+        failed = self._collective.any(bool(self.problem))
+        if not failed:
+            self._submit(COMMIT, Commit(version=self.version))
+            self._wait()
+        self._touched = True
+        if failed or self.problem:
+            self._end_engines()
+
+    def _end_engines(self) -> None:
+        for engine in self._engines:
+            engine.kill()
+
+    def agree(self, stage: str) -> None:
+        """Raise WeightSyncError on all ranks if one has met a problem."""
+        for rank, problem in enumerate(self._collective.gather(self.problem, str)):
+            if problem:
+                if self._touched and stage == "check":
+                    self._end_engines()
+                raise WeightSyncError(
+                    f"weight sync to version {self.version} failed in its {stage} stage on rank {rank}: {problem}. "
+                    + ("The engines were stopped." if self._touched else "The engines keep the old version.")
+                )
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True)
+
+    def held(self, source: WeightSource) -> Holding | None:
+        """Return what the source holds; where its memory cannot be shared, a problem."""
+        try:
+            return source.held(self._config.bucket_bytes)
+        except OSError as error:
+            self.problem = f"memory could not be shared: {error}"
+        return None
+
+    def _pack_or_note(self, side: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Bucket | None:
+        walk = iter(tensors)
+        try:
+            return self._pack(side, walk)
+        except OSError as error:  # the other ranks wait for this one
+            self.problem = self.problem or f"a bucket could not be made: {error}"
+            for _ in walk:
+                pass
+        return None
+
+    def _pack(self, side: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Bucket | None:
+        """Copy the round's tensors into one bucket; None when there are none. That bucket's last reader is done."""
+        slots: list[Slot] = []
+        used = 0
+        for name, tensor in tensors:
+            source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            offset = aligned(used)
+            used = offset + source.numel()
+            data, self._device = self._room(side, used), source.device
+            slots.append(
+                Slot(
+                    name=name,
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    shape=tuple(tensor.shape),
+                    offset=offset,
+                    digest=copy_with_digest(data[offset:used], source),
+                )
+            )
+        if not slots:
+            return None
+        address, of_gpu = self._buffers[side].address(), self._device.type == "cuda"
+        return Bucket(version=self.version, address=address, slots=tuple(slots), of_gpu=of_gpu)
+
+    def _room(self, side: int, num_bytes: int) -> torch.Tensor:
+        """The bucket's memory, grown where one tensor alone is larger than a bucket, or alignment needs it."""
+        while len(self._buffers) <= side:
+            self._buffers.append(SharedBuffer(max(num_bytes, self._config.bucket_bytes)))
+        old = self._buffers[side]
+        if old.data.numel() < num_bytes:
+            self._buffers[side] = SharedBuffer(num_bytes)
+            self._buffers[side].data[: old.data.numel()].copy_(old.data)
+            old.close()
+        return self._buffers[side].data
+
+    def _exchange(self, call: str, bucket: Bucket | None, side: int, *, last: bool) -> bool:
+        """Tell all ranks what was packed, and have this rank's engines take it; whether all ranks are done."""
+        own = RoundState(bucket=bucket, takes=bool(self._engines), last=last, problem=self.problem)
+        states = self._collective.gather(own, RoundState)
+        packed = {rank: state.bucket for rank, state in enumerate(states) if state.bucket is not None}
+        self.num_rounds += bool(packed)
+        self.num_bytes += sum(slot.num_bytes for bucket in packed.values() for slot in bucket.slots)
+        if any(state.problem for state in states):
+            packed = {}
+        if packed:
+            self._packed[side] = [(self._buffers[side].data, bucket)] if bucket is not None else []
+        takers = {self._hosts[rank] for rank, state in enumerate(states) if state.takes}
+        several = packed and len(set(self._hosts)) > 1
+        taken = self._mirrored(packed, sorted(takers), side) if several else list(packed.values())
+        self._sent.append(tuple(taken))
+        if taken:
+            self._submit(call, Round(buckets=tuple(taken)))
+        return all(state.last for state in states)
+
+    def _mirrored(self, packed: dict[int, Bucket], takers: Sequence[int], side: int) -> list[Bucket]:
+        """Have buckets cross to the hosts that take them; return them as engines of this one see them. Collective."""
+        here, rank, mirrors = self._hosts[self._collective.rank], self._collective.rank, self._mirrors[side]
+        ends = {owner: max(slot.offset + slot.num_bytes for slot in bucket.slots) for owner, bucket in packed.items()}
+        crossings = [
+            Crossing(owner, owner, taker(self._hosts, owner, host), 0, end)
+            for owner, end in ends.items()
+            for host in takers
+            if host != self._hosts[owner]
+        ]
+        mine = [c for c in crossings if c.taker == rank]
+        self._packed[side] += [(mirrors.make(c.memory, c.end), packed[c.memory]) for c in mine]
+        mirrors.fill(crossings, lambda _: self._buffers[side].data)
+        self.link_bytes += sum(c.end for c in crossings)
+        far = mirrors.addresses()
+        return [
+            bucket if self._hosts[owner] == here else msgspec.structs.replace(bucket, address=far[owner])
+            for owner, bucket in packed.items()
+            if here in takers
+        ]
+
+    def _submit(self, call: str, message: Round | Holding | Pull | Commit) -> None:
+        payload = msgspec.msgpack.encode(message)
+        self._pending += [self._threads.submit(self._ask, engine, call, payload) for engine in self._engines]
+
+    def _ask_all(
+        self, call: str, message: Holding | Pull, kind: type[T], meanwhile: Callable[[], None] = lambda: None
+    ) -> dict[int, list[T]]:
+        """Return all ranks' answers, of this rank's engines that answered."""
+        self._replies = {}
+        self._submit(call, message)
+        meanwhile()
+        self._wait()
+        decoder = msgspec.msgpack.Decoder(kind)
+        return {engine: [decoder.decode(reply) for reply in ranks] for engine, ranks in self._replies.items()}
+
+    def _ask(self, engine: TargetEngine, call: str, payload: bytes) -> None:
+        replies = engine.rank_call(call, payload, timeout_s=TIMEOUT_S)
+        for rank, reply in enumerate(replies):
+            problem = msgspec.msgpack.decode(reply, type=CheckReply).problem
+            if problem:
+                raise WeightSyncError(f"engine {engine.index}, rank {rank}: {problem}")
+        self._replies[engine.index] = replies
+
+    def _wait(self) -> None:
+        """Until this rank's engines have read all that was submitted."""
+        for future in self._pending:
+            try:
+                future.result()
+            except (EngineError, WeightSyncError) as error:
+                self.problem = self.problem or str(error)
+        self._pending = []

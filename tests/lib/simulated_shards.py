@@ -1,0 +1,122 @@
+"""Script: a policy whose parameters are on a pretended device hands them over to an engine on another. Prints JSON.
+
+python -m tests.lib.simulated_shards LIBRARY FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from specactor.cpu import megatron
+
+_replaced: list[tuple[Any, str, Any]] = []
+"""What the CPU's platform changed in tensors: there a device's name means the CPU."""
+
+
+def _noted(owner: Any, name: str, value: Any) -> None:
+    if owner in (torch, torch.Tensor):
+        _replaced.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, value)
+
+
+with patch.object(megatron, "replace", _noted):
+    megatron.install()
+
+
+from specactor.config import TinyModelConfig, WeightsSyncConfig  # noqa: E402
+from specactor.data.tiny_model import make_tiny_model  # noqa: E402
+from specactor.parallel.collective import Collective, init_groups  # noqa: E402
+from specactor.parallel.layout import Layout  # noqa: E402
+from specactor.trainer import shards as shards_module  # noqa: E402
+from specactor.trainer.policy import PolicyTrainer  # noqa: E402
+from specactor.trainer.shards import RankShards, share  # noqa: E402
+from specactor.weights_sync.sender import WeightSender  # noqa: E402
+from tests.lib.simulated_cuda import simulated  # noqa: E402
+from tests.lib.simulated_cuda_cases import Engine  # noqa: E402
+from tests.trainer import policy_cases as cases  # noqa: E402
+
+
+class OnDevice:
+    """A chunk of the policy with its tensors on a device."""
+
+    def __init__(self, chunk: Any, device: str) -> None:
+        self._chunk, self.tensors = chunk, dict[str, torch.Tensor]()
+        for name, parameter in chunk.named_parameters():
+            self.tensors[name] = parameter.detach().to(device)
+            self.tensors[name].tensor_model_parallel = getattr(parameter, "tensor_model_parallel", False)  # type: ignore
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.tensors.items())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chunk, name)
+
+
+class Model:
+    """Of an engine: it has Hugging Face's tensors as they are."""
+
+    def __init__(self, shapes: dict[str, torch.Size], device: str) -> None:
+        self.weights = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        return iter(self.weights.values())
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return iter(self.weights.items())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.weights[name].copy_(tensor)
+
+
+def trainer_of(folder: Path) -> PolicyTrainer:
+    make_tiny_model(TinyModelConfig(num_layers=2, num_experts=4, expert_size=32), 0, folder / "model")
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1)
+    config = cases.config(str(folder / "model"), {})
+    layout = Layout(world=1, tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
+    init_groups(layout, config.parallel, seed=0, local_rank=0)
+    return PolicyTrainer(config, layout, folder / "model")
+
+
+def main(library: Path, folder: Path) -> None:
+    trainer = trainer_of(folder)
+    exported = {name: tensor.clone() for name, tensor in trainer.named_weights()}
+    found: dict[str, Any] = {"pushes": []}
+    for owner, name, before in reversed(_replaced):
+        setattr(owner, name, before)
+    with simulated(library):
+        [chunk] = [OnDevice(chunk, "cuda:1") for chunk in trainer.policy.for_bridge()]
+        policy: Any = SimpleNamespace(bridge=trainer.policy.bridge, for_bridge=lambda: [chunk])
+        buffer = SimpleNamespace(param_data=next(iter(chunk.tensors.values())))
+        found["shared"] = len(share([SimpleNamespace(buffers=[buffer], expert_parallel_buffers=[])]))
+        source, sender = RankShards(policy), WeightSender(WeightsSyncConfig(), Collective())
+        engine = Engine("cuda:3", lambda: None)
+        model = Model({name: tensor.shape for name, tensor in exported.items()}, "cuda:3")
+        engine.rank.model = model
+        for version in range(1, 4):
+            report = sender.push(source, [engine], version=version)  # type: ignore[list-item]
+            wanted = {name: tensor * 2 ** (version - 1) for name, tensor in exported.items()}
+            wrong = [n for n, tensor in wanted.items() if not torch.equal(model.weights[n].cpu(), tensor)]
+            found["pushes"].append([report.num_rounds, report.note, wrong, report.num_bytes])
+            for tensor in chunk.tensors.values():
+                tensor.mul_(2)
+        found["bytes"] = sum(tensor.nbytes for tensor in exported.values())
+        found["devices"] = sorted({str(tensor.device) for tensor in model.weights.values()})
+        source = RankShards(policy)
+        with patch.object(shards_module, "room_bytes", lambda ranks: found.setdefault("ranks", ranks) and 1000):
+            found["no room"] = [source.held(2**40) is None, source.on_device is None]
+    print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,278 @@
+"""Weights between hosts, with faults on the link: engines have the old weights or the new ones, or are ended.
+
+Four ranks on two hosts are threads here; memory, plans, mirrors, senders and receivers are real.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from specactor.config import WeightsSyncConfig
+from specactor.errors import WeightSyncError
+from specactor.weights_sync.memory import SharedBuffer
+from specactor.weights_sync.messages import Holding
+from specactor.weights_sync.plan import Block, Held, Span
+from specactor.weights_sync.sender import SyncReport, WeightSender
+from tests.weights_sync.test_pull_faults import COLUMNS, NAMES, ROWS, Engine
+
+HOSTS = (0, 0, 1, 1)
+ENGINES = (0, 3)
+"""Ranks that own one."""
+HELD = (("expert.0", "norm"), ("expert.1",), ("expert.2", "norm"), ("expert.3",))
+SIZE = ROWS * COLUMNS * 4
+LONGEST_S = 60.0
+Passed = list[tuple[torch.Tensor, int]]
+
+
+class Rank:
+    """As a `Collective`; what all ranks share is the job's."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.rank, self._job = rank, job
+
+    def gather(self, value: Any, kind: Any) -> list[Any]:
+        self._job.box[self.rank] = msgspec.msgpack.encode(value)
+        self._job.met.wait()
+        found = [msgspec.msgpack.decode(part, type=kind) for part in self._job.box]
+        self._job.met.wait()
+        return found
+
+    def any(self, value: bool) -> bool:
+        return any(self.gather(value, bool))
+
+    def barrier(self) -> None:
+        self.any(False)
+
+    def pass_bytes(self, outgoing: Iterable[tuple[torch.Tensor, int]], incoming: Passed) -> None:
+        passed = [(data.clone(), to) for data, to in outgoing]
+        if self.rank in self._job.faulty:
+            passed = self._job.fault(self.rank, passed)
+        for data, to in passed:
+            self._job.link[self.rank, to].put(data)
+            self._job.passed[self.rank] += data.numel()
+        for data, of in incoming:
+            arrived = self._job.link[of, self.rank].get(timeout=LONGEST_S)
+            data[: len(arrived)] = arrived  # what is missing keeps what was there
+
+
+class Source:
+    """One rank's weights."""
+
+    hosts = HOSTS
+    on_device = None
+
+    def __init__(self, rank: int) -> None:
+        self.names = HELD[rank]
+        self.buffer = SharedBuffer(len(self.names) * SIZE)
+        self.weights = self.buffer.data.view(torch.float32).view(len(self.names), ROWS, COLUMNS)
+        self._round = [i for i, name in enumerate(self.names) if name != "norm" or rank == 0]
+        tensors = [Held(name, SIZE, (Block(Span(0, i * SIZE, 0, SIZE, 1), 0, 0),)) for i, name in enumerate(self.names)]
+        self._holding = Holding(addresses=(self.buffer.address(),), tensors=tuple(tensors))
+
+    def rounds(self, capacity_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        yield [(self.names[i], self.weights[i]) for i in self._round]
+
+    def held(self, capacity_bytes: int) -> Holding:
+        return self._holding
+
+
+class Job:
+    """Pushes one after the other, each with a fault on the link."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.numbers, self.version = random.Random(seed), np.random.default_rng(seed), 0
+        self.met, self.box = threading.Barrier(len(HOSTS), timeout=LONGEST_S), [b""] * len(HOSTS)
+        self.link: dict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        self.passed, self.faulty, self.old = [0] * len(HOSTS), set[int](), dict[int, Passed]()
+        self.fault: Callable[[int, Passed], Passed] = lambda rank, passed: passed
+        self.sources = [Source(rank) for rank in range(len(HOSTS))]
+        self.senders = self.new_senders()
+        self.engines: dict[int, Engine] = {}
+        self.start()
+
+    def new_senders(self) -> list[WeightSender]:
+        config = WeightsSyncConfig(bucket_bytes=2**16)
+        return [WeightSender(config, Rank(self, rank)) for rank in range(len(HOSTS))]  # type: ignore[arg-type]
+
+    def start(self) -> None:
+        """New engines, a first push by buckets, and one by the plan."""
+        self.engines = {rank: Engine() for rank in ENGINES}
+        for num_rounds in (1, 0):
+            self.learn()
+            [report, *others] = self.reports()
+            assert all(other.num_rounds == report.num_rounds == num_rounds for other in others)
+            assert self.right()
+
+    def learn(self) -> None:
+        self.version += 1
+        model = {name: torch.from_numpy(self.numbers.standard_normal((ROWS, COLUMNS))) for name in NAMES}
+        for source in self.sources:
+            source.weights.copy_(torch.stack([model[name] for name in source.names]))
+        self.model = torch.stack([model[name] for name in NAMES]).float().numpy().tobytes()
+
+    def right(self) -> bool:
+        return all(engine.model.holds() == self.model for engine in self.engines.values())
+
+    def push(self) -> list[SyncReport | BaseException]:
+        """What came of it on every rank."""
+        found: list[Any] = [None] * len(HOSTS)
+
+        def one(rank: int) -> None:
+            engines = [self.engines[rank]] if rank in self.engines else []
+            try:
+                found[rank] = self.senders[rank].push(self.sources[rank], engines, version=self.version)
+            except Exception as error:
+                found[rank] = error
+                if not isinstance(error, WeightSyncError):
+                    self.met.abort()  # a process that ends takes the others' connections along
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(HOSTS))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    def reports(self) -> list[SyncReport]:
+        found = self.push()
+        assert all(isinstance(each, SyncReport) for each in found), found
+        return found  # type: ignore[return-value]
+
+    # What can happen to what a rank sends.
+
+    def flipped(self, rank: int, passed: Passed) -> Passed:
+        data, _ = self.rng.choice(passed)
+        data[self.rng.randrange(len(data))] ^= 1 << self.rng.randrange(8)
+        return passed
+
+    def short(self, rank: int, passed: Passed) -> Passed:
+        which = self.rng.randrange(len(passed))
+        return [(d[: self.rng.randrange(len(d))] if i == which else d, to) for i, (d, to) in enumerate(passed)]
+
+    def stale(self, rank: int, passed: Passed) -> Passed:
+        return self.old[rank]
+
+    def of_another_owner(self, rank: int, passed: Passed) -> Passed:
+        """The expert of the other rank of this host."""
+        other = self.sources[rank ^ 1].buffer.data
+        return [(other[: len(data)].clone(), to) for data, to in passed]
+
+    def late(self, rank: int, passed: Passed) -> Passed:
+        threading.Event().wait(0.05)
+        return passed
+
+    def cut(self, rank: int, passed: Passed) -> Passed:
+        raise RuntimeError("Connection closed by peer")
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job(0)
+
+
+def test_what_a_host_lacks_crosses_once(job: Job) -> None:
+    """The plan sends each host the two experts that it lacks; the norm is on both."""
+    job.learn()
+    job.passed = [0] * len(HOSTS)
+    assert {report.link_bytes for report in job.reports()} == {4 * SIZE}
+    assert job.passed == [SIZE] * 4
+    assert job.right()
+
+
+@pytest.mark.parametrize("deep", [False, pytest.param(True, marks=pytest.mark.deep)])
+def test_an_engine_has_the_old_weights_or_the_new_or_is_ended(job: Job, deep: bool) -> None:
+    faults = ("flipped", "short", "stale", "of_another_owner", "late")
+    for number in range(500 if deep else 40):
+        fault, rank = faults[number % len(faults)], job.rng.randrange(len(HOSTS))
+        job.old[rank] = [(job.sources[rank].buffer.data[:SIZE].clone(), (rank + 2) % 4)]
+        job.learn()
+        job.fault, job.faulty = getattr(job, fault), {rank}
+        found = job.push()
+        job.faulty = set()
+        if fault == "late":
+            assert all(isinstance(each, SyncReport) for each in found), found
+            assert job.right()
+            continue
+        assert all(isinstance(each, WeightSyncError) for each in found), (fault, found)
+        assert len({str(each) for each in found}) == 1
+        assert "arrived with a wrong digest" in str(found[0])
+        assert all(engine.killed for engine in job.engines.values()), fault
+        job.start()
+
+
+def test_a_link_that_is_cut_ends_the_push_before_any_engine_is_asked(job: Job) -> None:
+    before = [engine.model.holds() for engine in job.engines.values()]
+    flushed = [engine.flushed for engine in job.engines.values()]
+    job.learn()
+    job.fault, job.faulty = job.cut, {2}
+    assert all(isinstance(each, Exception) for each in job.push())
+    assert [engine.model.holds() for engine in job.engines.values()] == before
+    assert [engine.flushed for engine in job.engines.values()] == flushed
+
+
+def test_a_bucket_that_changed_on_the_link_leaves_the_engines_at_the_old_version(job: Job) -> None:
+    before = [engine.model.holds() for engine in job.engines.values()]
+    job.senders = job.new_senders()  # they have no plan
+    job.learn()
+    job.fault, job.faulty = job.flipped, {1}
+    found = job.push()
+    assert all("failed in its check stage" in str(each) and "expert.1 arrived" in str(each) for each in found), found
+    assert [engine.model.holds() for engine in job.engines.values()] == before
+    job.faulty = set()
+    assert [report.num_rounds for report in job.reports()] == [1] * 4
+    assert job.right()
+
+
+def test_a_mirrored_bucket_that_changes_while_it_is_loaded_ends_the_engines(job: Job) -> None:
+    """Its taker looks at it once more, as an owner does at its own."""
+    job.senders = job.new_senders()
+    job.learn()
+    load = job.engines[3].receiver.load
+
+    def damaged(rank: Any, payload: bytes) -> bytes:
+        [mirror] = job.senders[2]._mirrors[0]._buffers.values()
+        mirror.data[9] ^= 4
+        return load(rank, payload)
+
+    job.engines[3].receiver.load = damaged  # type: ignore[method-assign]
+    assert all("expert.0 changed while it was loaded" in str(each) for each in job.push())
+    assert all(engine.killed for engine in job.engines.values())
+
+
+def test_a_mirror_that_changes_is_found(job: Job) -> None:
+    """By the owner's digest, though the link was right."""
+    for rank in ENGINES:
+        job.learn()
+        bring, mirrors = job.senders[rank]._plan.bring, job.senders[rank]._plan._mirrors  # type: ignore[union-attr]
+        [memory, *_] = mirrors._buffers
+
+        def damaged(bring: Any = bring, mirrors: Any = mirrors, memory: int = memory) -> None:
+            bring()
+            mirrors._buffers[memory].data[7] ^= 2
+
+        job.senders[rank]._plan.bring = damaged  # type: ignore[union-attr, method-assign]
+        assert all("arrived with a wrong digest" in str(each) for each in job.push())
+        assert all(engine.killed for engine in job.engines.values())
+        job.start()
+
+
+def test_a_host_without_engines_receives_nothing(job: Job) -> None:
+    del job.engines[3]
+    job.senders = job.new_senders()
+    for number in range(3):
+        job.learn()
+        job.passed = [0] * len(HOSTS)
+        job.reports()
+        assert job.right()
+        if number:
+            assert job.passed == [0, 0, SIZE, SIZE]
