@@ -154,6 +154,27 @@ def test_with_a_fixed_window_a_better_drafter_that_takes_too_long_is_not_preferr
     assert counts["better"].rounds == counts[OFF].rounds == 0
 
 
+def test_with_a_fixed_window_no_round_is_plain_though_all_drafts_are_wrong() -> None:
+    world = World(auto(window=4), Partial("a", -1), Partial("b", -1), requests=8, row_s=1e-5)
+    world.play(60)
+    world.speculator.report()
+    world.play(100)
+    counts = world.speculator.report()
+    assert counts["a"].drafted + counts["b"].drafted == 100 * 8 * 4
+
+
+def test_with_a_fixed_window_requests_have_drafters_of_their_own() -> None:
+    better = Certain("better", 0)
+    world = better.world = World(auto(window=4), Partial("even", 0), better, requests=8, row_s=1e-5)
+    world.play(60)
+    world.speculator.report()
+    world.play(100)
+    counts = world.speculator.report()
+    assert world.speculator.planner.current == f"{PER_REQUEST} with better"
+    assert counts["even"].accepted == counts["even"].drafted == 100 * 4 * 4
+    assert counts["better"].accepted == counts["better"].drafted == 100 * 4 * 4
+
+
 def flapping() -> Counts:
     """Of requests whose drafter is there in every second round, and of others for which two are nearly equal."""
     world = World(auto(), Partial("odd", 1, absent=0.5), Short("short", -1), requests=8, row_s=1e-5)
