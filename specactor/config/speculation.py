@@ -58,7 +58,7 @@ class SpeculationConfig:
     decoupled puts decoupled before them where none is named."""
     window: int | None = None
     """Draft tokens per request and round; None: chosen per request from its past acceptance and measured costs.
-    With a number there is nothing to choose, also in mode auto, which then never decodes plainly."""
+    With a number, mode auto chooses the drafter alone, and never decodes plainly."""
     max_window: int = 8
     """Largest window that is ever chosen, and most draft tokens of a tree."""
     fastest_of: int = 1

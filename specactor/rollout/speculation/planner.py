@@ -41,6 +41,7 @@ from specactor.rollout.speculation.windows import (
     best_windows,
     choose,
     padded,
+    whole_drafts,
 )
 
 ENTRY_MARGIN = 0.05
@@ -64,6 +65,7 @@ class Planner:
         self._promises = Promises()
         self._config, self._drafter_set, self._estimates = config, drafter_set, estimates
         self._costs, self._acceptance = estimates.costs, estimates.acceptance
+        self._windows = best_windows if config.window is None else whole_drafts
 
     def options(
         self,
@@ -78,12 +80,12 @@ class Planner:
         found: dict[str, Option] = {}
         for name, model in self._acceptance.items():
             if name in self._drafter_set.there:
-                choice = of_drafter(name, model, costs, sequences, caps, drafts.get(name))
+                choice = of_drafter(name, model, costs, sequences, caps, drafts.get(name), windows=self._windows)
                 found[name] = self._option(name, choice)
         self._expect(found, requests)
         ready = [name for name, lists in drafts.items() if any(lists)]
         later = [name for name in found if not self._drafter_set.drafters[name].drafts_first] if requests > 1 else []
-        goes_further = self._config.fastest_of > 1 and self._config.mode == "auto"
+        goes_further = self._config.fastest_of > 1 and self._config.mode == "auto" and self._config.window is None
         if ready and len(ready + later) > 1 and (requests > 1 or goes_further):  # one alone is one drafter's
             ids = [sequence.request_id for sequence in sequences]
             found |= self._mixed(ids, caps, drafts, costs, ready, later, max_branches if goes_further else 0)
@@ -91,13 +93,14 @@ class Planner:
 
     def choose(self, options: Mapping[str, Option], requests: int) -> Choice:
         """The fastest option, or plain decoding; to begin, drafting must be faster by `ENTRY_MARGIN`."""
-        # In modes coupled and decoupled drafting is wanted, and plain decoding is no choice.
-        may_be_plain = self._config.mode == "auto" or not options
+        # In modes coupled and decoupled, and with a fixed window, drafting is wanted.
+        chooses_plain = self._config.mode == "auto" and self._config.window is None
+        may_be_plain = chooses_plain or not options
         plain_s = self._costs.plain_s(requests) if may_be_plain else float("inf")
         margin = ENTRY_MARGIN if self.current == OFF else CHANGE_MARGIN
         choice = choose(options, requests=requests, plain_s=plain_s, current=self.current, margin=margin)
         promising = choice.drafter in options and options[choice.drafter].usual > 0
-        if self._config.mode == "auto" and not any(choice.windows) and not promising:
+        if chooses_plain and not any(choice.windows) and not promising:
             choice = replace(choice, drafter=OFF)  # a drafter that is asked and never verified
         self.current = choice.drafter
         self.owners.promised(choice.tokens_per_s / requests)
@@ -208,7 +211,7 @@ class Planner:
         survival_BW = np.stack([offer.survival for offer in offers])[owner_B, np.arange(requests)]
         own_lengths = [lengths[name][i] if name in row else 0 for i, name in enumerate(owners)]
         later_s = costs.draft_s(late, owners.count(late)) if late else lambda depth: 0.0
-        choice = best_windows(
+        choice = self._windows(
             survival_BW,
             own_lengths,
             verify_N1=costs.verify_curve(requests, requests * (1 + survival_BW.shape[1])),
@@ -299,6 +302,8 @@ def of_drafter(
     sequences: Sequence[DraftSequence],
     caps: Sequence[int],
     drafts: Sequence[Sequence[int]] | None,
+    *,
+    windows: Callable[..., Choice] = best_windows,
 ) -> Choice:
     """Of one drafter; at most `caps[i]` draft tokens for request i. `drafts`: if they are there already."""
     requests = len(sequences)
@@ -309,7 +314,7 @@ def of_drafter(
         draft_s = lambda depth: spent_s  # noqa: E731
     survival_BW = model.survivals([s.request_id for s in sequences], covered=drafts is not None)
     verify_N1 = costs.verify_curve(requests, requests * (1 + model.max_window))
-    return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s)
+    return windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s)
 
 
 def _of_tables(survival_BW: Floats, lengths: Sequence[int], costs: OnlineCosts, *, spent_s: float) -> Choice:

@@ -90,7 +90,7 @@ class Speculator:
         What was committed since the last call stands at the ends of the sequences' outputs.
         `max_branches`: of all trees together; with none, trees are chains.
         """
-        caps = [max(0, min(limit, self.config.max_window)) for limit in limits]
+        caps = [max(0, min(limit, self.config.largest_window)) for limit in limits]
         started = self._clock()
         self.estimates.looked(self._looks.over())
         if not self._observe(caps):
@@ -114,8 +114,15 @@ class Speculator:
         return bool(self.drafter_set.there)
 
     @property
+    def _chooses(self) -> bool:
+        """Whether costs decide anything: with a fixed window in mode auto, which of several drafters drafts."""
+        if self.config.window is None:
+            return True
+        return self.config.mode == "auto" and self.config.window > 0 and len(self.drafters) > 1
+
+    @property
     def _chooses_by_cost(self) -> bool:
-        return self.config.window is None and self.costs.table is not None
+        return self._chooses and self.costs.table is not None
 
     @property
     def plain_rounds_ahead(self) -> int:
@@ -176,8 +183,9 @@ class Speculator:
         """With the fixed window, or one that tells what rounds cost."""
         started = self._clock()
         self._tell(sequences)
-        seldom, window = self._may_rest(), self.config.window
-        most = (self.costs.wanted(self.config.max_window) or int(seldom)) if window is None else window
+        seldom, most = self._may_rest(), self.config.window or 0
+        if self._chooses:
+            most = self.costs.wanted(self.config.largest_window) or int(seldom)
         decision = self.drafter_set.fixed(sequences, [min(cap, most) for cap in caps])
         if any(decision.drafts) or decision.together:
             self._fruitless = 0
@@ -209,7 +217,7 @@ class Speculator:
 
     def _waited_for(self) -> Collection[str]:
         """Drafters whose drafts this round would verify. Those of others are looked at, and nobody waits for a look."""
-        if self.config.window is not None or self.costs.table is None:
+        if not self._chooses_by_cost:
             return () if self._may_rest() else self.drafters
         if self.planner.current == OFF:
             return ()

@@ -131,6 +131,24 @@ def best_windows(
     )
 
 
+def whole_drafts(
+    survival_BW: NDArray[np.float64],
+    lengths: Sequence[int],
+    *,
+    verify_N1: NDArray[np.float64],
+    draft_s: Callable[[int], float],
+    drafted: Sequence[bool] = (),
+) -> Choice:
+    """All that was drafted, where the window is fixed. Args: as of `best_windows`."""
+    depth = max(0 if there else length for length, there in zip(lengths, drafted or repeat(False), strict=False))
+    survival_N, _ = _rows_in_order(survival_BW, lengths)
+    return Choice(
+        windows=tuple(lengths),
+        emitted=len(lengths) + float(survival_N.sum()),
+        round_s=float(verify_N1[sum(lengths)]) + draft_s(depth),
+    )
+
+
 def choose(
     options: Mapping[str, Option], *, requests: int, plain_s: float, current: str = OFF, margin: float = CHANGE_MARGIN
 ) -> Choice:

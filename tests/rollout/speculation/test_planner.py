@@ -116,6 +116,65 @@ def test_a_drafter_that_drafts_late_has_requests_of_its_own() -> None:
     assert {requests for requests, _, _ in table} >= {4}, "what it takes is measured at the requests that it drafts for"
 
 
+class Certain(Late):
+    """Right for all requests."""
+
+    def _draft(self, sequence: DraftSequence, window: int) -> list[int]:
+        return [truth(sequence, len(sequence.output_ids) + j) for j in range(window)]
+
+
+@pytest.mark.parametrize("worse", [Partial("worse", -1), Partial("worse", -1, absent=0.5)])
+def test_with_a_fixed_window_the_better_drafter_is_preferred(worse: Drafter) -> None:
+    """Though it is named last, drafts late and takes time. Windows stay what they are, and no round is plain."""
+    better = Certain("better", 0)
+    world = better.world = World(auto(window=4), worse, better, requests=8, row_s=1e-5)
+    world.play(60)
+    world.speculator.report()
+    speed = world.play(100)
+    counts = world.speculator.report()
+    assert counts["better"].drafted == counts["better"].accepted == 100 * 8 * 4
+    assert counts["worse"].rounds == counts[OFF].rounds == 0
+    first = World(auto(window=4), worse, requests=8, row_s=1e-5)
+    assert speed > 1.3 * first.play(160)
+
+
+def test_with_a_fixed_window_a_better_drafter_that_takes_too_long_is_not_preferred() -> None:
+    class Slow(Certain):
+        def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+            self.world.now += 5e-3 * max(windows)
+            return super().propose(sequences, windows)
+
+    better = Slow("better", 0)
+    world = better.world = World(auto(window=4), Partial("even", 0), better, requests=8, row_s=1e-5)
+    world.play(60)
+    world.speculator.report()
+    world.play(100)
+    counts = world.speculator.report()
+    assert counts["even"].drafted == 100 * 8 * 4
+    assert counts["better"].rounds == counts[OFF].rounds == 0
+
+
+def test_with_a_fixed_window_no_round_is_plain_though_all_drafts_are_wrong() -> None:
+    world = World(auto(window=4), Partial("a", -1), Partial("b", -1), requests=8, row_s=1e-5)
+    world.play(60)
+    world.speculator.report()
+    world.play(100)
+    counts = world.speculator.report()
+    assert counts["a"].drafted + counts["b"].drafted == 100 * 8 * 4
+
+
+def test_with_a_fixed_window_requests_have_drafters_of_their_own() -> None:
+    better = Certain("better", 0)
+    world = better.world = World(auto(window=4), Partial("even", 0), better, requests=8, row_s=1e-5)
+    world.play(60)
+    world.speculator.report()
+    world.play(100)
+    counts = world.speculator.report()
+    assert world.speculator.planner.current == f"{PER_REQUEST} with better"
+    assert counts["even"].accepted == counts["even"].drafted == 100 * 4 * 4
+    assert counts["better"].accepted == counts["better"].drafted == 100 * 4 * 4
+
+
 def flapping() -> Counts:
     """Of requests whose drafter is there in every second round, and of others for which two are nearly equal."""
     world = World(auto(), Partial("odd", 1, absent=0.5), Short("short", -1), requests=8, row_s=1e-5)
