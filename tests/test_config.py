@@ -12,7 +12,7 @@ from specactor.config import RolloutConfig
 from specactor.errors import ConfigError
 from specactor.recipes import load
 
-SETTINGS = 113
+SETTINGS = 114
 """Settings of a run, as `make measure` counts them."""
 WRONG: list[tuple[str, str]] = [
     *(
@@ -118,7 +118,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--rollout.speculation.drafters suffix EAGLE3 mtp",
-        "rollout.speculation.drafters: got ['EAGLE3', 'mtp'], expected suffix, model, decoupled, or "
+        "rollout.speculation.drafters: got ['EAGLE3', 'mtp'], expected suffix, previous, model, decoupled, or "
         "package.module:Class. SGLang's own speculation does not keep the text: on a GPU it accepts drafts by coins "
         "that plain decoding does not toss, on a CPU it takes the likeliest token at any temperature. A draft model, "
         "or an EAGLE-3 head, is used with the drafter model.",

@@ -1,0 +1,148 @@
+"""Short runs of many epochs over a few problems, whose noise is kept for some visits, and how they are started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.trained_models import ROOT, Task, task_recipe
+from specactor.config import Config, ParallelConfig, TinyModelConfig
+from specactor.metrics import Value, read_metrics
+from specactor.run_folder import WARM_UPS, RunFolder
+
+TASKS: dict[str, Task] = {"bits": "A", "sums": "B"}
+SEEDS = (0, 1, 2)
+VISITS = (1, 2, 4)
+PROBLEMS, PER_STEP, STEPS = 64, 8, 64
+EPOCH = PROBLEMS // PER_STEP  # steps
+WINDOW = 4
+DRAFTING = (
+    *("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "previous"),
+    *("--rollout.speculation.window", str(WINDOW)),
+)
+LIMIT_S = 400.0
+
+
+def bits() -> Config:
+    return _small("bits")
+
+
+def sums() -> Config:
+    return _small("sums")
+
+
+def _small(name: str) -> Config:
+    """Two layers of the quickstart's model, on one core."""
+    recipe = task_recipe(TASKS[name])
+    if name == "sums":
+        recipe = replace(
+            recipe,
+            data=replace(recipe.data, params={**recipe.data.params, "max_terms": 4}),
+            warmup=replace(recipe.warmup, steps=(1000, 150)),
+        )
+    return replace(
+        recipe,
+        name=name,
+        model=replace(recipe.model, tiny=TinyModelConfig(num_layers=2)),
+        parallel=ParallelConfig(),
+        rollout=replace(recipe.rollout, prompts_per_step=PER_STEP),
+        train=replace(recipe.train, steps=STEPS, learning_rate=1e-4),
+        checkpoint=replace(recipe.checkpoint, every=0, export=False),
+        eval=replace(recipe.eval, problems=256, every=EPOCH),
+        tracking=replace(recipe.tracking, wandb="off", record="off"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that learns from `PROBLEMS` problems, epoch after epoch."""
+
+    task: str
+    visits: int
+    seed: int
+    drafts: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}-{self.visits}-{self.seed}{'' if self.drafts else '-plain'}"
+
+    def folder(self, base: Path) -> Path:
+        return base / self.task / self.name
+
+    def lines(self, base: Path) -> Sequence[Mapping[str, Value]]:
+        """What it measured; none before it has ended."""
+        lines = read_metrics(self.folder(base)) if self.folder(base).exists() else []
+        return lines if lines and int(lines[-1]["step"]) == STEPS else []
+
+
+def all_runs() -> Iterator[Run]:
+    """The learning curves, seed by seed, and after the first seed one run per task that drafts nothing."""
+    for seed in SEEDS:
+        for task in TASKS:
+            yield from (Run(task=task, visits=visits, seed=seed) for visits in VISITS)
+            if seed == 0:
+                yield Run(task=task, visits=VISITS[-1], seed=0, drafts=False)
+
+
+def start_of(task: str, base: Path) -> Path:
+    """The folder of the model after the warm-up, from which all runs of a task begin."""
+    found = [*(base / task / WARM_UPS).glob("warmup-*")]
+    if not found:
+        launch(task, base / task / "warm-up", "--train.steps", "1", "--eval.problems", "0")
+        found = [*(base / task / WARM_UPS).glob("warmup-*")]
+    [folder] = found
+    return folder
+
+
+def perform(run: Run, base: Path) -> None:
+    """Raises CalledProcessError when it fails, TimeoutExpired when it takes too long."""
+    launch(
+        run.task,
+        run.folder(base),
+        *("--model.path", str(start_of(run.task, base)), "--warmup.solver", "", "--seed", str(run.seed)),
+        *("--warmup.steps", "--warmup.learning-rates"),
+        *("--data.params", *_params(run.task), "--rollout.noise-visits", str(run.visits)),
+        *(DRAFTING if run.drafts else ()),
+    )
+
+
+def _params(task: str) -> list[str]:
+    params = {**_small(task).data.params, "size": PROBLEMS}
+    return [f"{name}={value}" for name, value in params.items()]
+
+
+def launch(recipe: str, folder: Path, *settings: str) -> RunFolder:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
+        *(str(ROOT / "launch" / "train_moe.py"), f"{__file__}:{recipe}", "--name", folder.name),
+        *("--output-dir", str(folder.parent), *settings),
+    ]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".log").open("w") as log:
+        subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            timeout=LIMIT_S,
+            check=True,
+        )
+    return RunFolder(root=folder)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """One run, by its place in `all_runs`, into a folder."""
+    base, place = Path(arguments[0]).resolve(), int(arguments[1])
+    run = [*all_runs()][place]
+    if not run.lines(base):
+        perform(run, base)
+    print(run.name, "is whole", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
