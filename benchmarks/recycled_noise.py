@@ -1,0 +1,222 @@
+"""Recycled noise: what a sample's noise, kept for several visits of its problem, buys in speed and costs in learning.
+
+    python -m benchmarks.recycled_noise [--limit-s 300]
+
+Runs of two tasks, from one warm-up each, over the same 64 problems epoch after epoch, with noise that is renewed at
+every visit of a problem, at every second and at every fourth; and an engine one epoch after its drafts were sampled.
+What is whole is kept: a call that was ended is followed by another. Writes docs/results/recycled_noise.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.disturbed_run import compared
+from benchmarks.recycled_noise_runs import EPOCH, GROUP_SIZE, PROBLEMS, STEPS, VISITS, WINDOW, Run, all_runs, perform
+from benchmarks.recycled_noise_speed import ALONE, PLAIN, TURNS, WAYS, Found, measure
+from benchmarks.results import RESULTS, Result, likely, markdown, publish
+from benchmarks.trained_models import CACHE
+from specactor.metrics import Value
+from specactor.run_folder import RunFolder
+
+NAME = "recycled_noise"
+BASE = CACHE / NAME
+COLUMNS = ("task", "visits", "seed", "step", "held-out", "training", "entropy", "accept rate", "accept_length")
+PRICE = (
+    *("task", "visits with equal noise", "seeds", "held-out before", "mean over the run", "after"),
+    *("mean over the run, less that of 1", "after, less that of 1", "right drafts in later visits"),
+)
+SPEED = ("temperature", "entropy", "right", "right with fresh noise", "drafter", "accept_length", "64 requests", "1")
+Lines = Sequence[Mapping[str, Value]]
+
+
+def rows(runs: Mapping[Run, Lines]) -> list[tuple[str, ...]]:
+    """A row per step of each run."""
+    names = ("accuracy/eval", "accuracy/train", "policy/entropy")
+    drafts = ("speculation/previous/accept_rate", "speculation/previous/accept_length")
+    return [
+        (
+            *(run.task, str(run.visits), str(run.seed), str(line["step"])),
+            *(f"{float(line[name]):.4g}" if name in line else "-" for name in (*names, *drafts)),
+        )
+        for run, lines in runs.items()
+        if run.drafts
+        for line in lines
+    ]
+
+
+def held_out(lines: Lines) -> list[float]:
+    """Before the first step, and after every epoch."""
+    return [float(line["accuracy/eval"]) for line in lines if "accuracy/eval" in line]
+
+
+def right_drafts(runs: Sequence[Lines]) -> str:
+    """Share of accepted draft tokens, over all runs and steps."""
+    found = [line for lines in runs for line in lines if "speculation/previous/drafted" in line]
+    drafted = sum(float(line["speculation/previous/drafted"]) for line in found)
+    accepted = sum(float(line["speculation/previous/accepted"]) for line in found)
+    return f"{accepted / drafted:.2f}" if drafted else "-"
+
+
+def pm(values: Sequence[float]) -> str:
+    """mean (smallest to largest)."""
+    return f"{fmean(values):+.3f} ({min(values):+.3f} to {max(values):+.3f})"
+
+
+def price(runs: Mapping[Run, Lines]) -> list[list[str]]:
+    """By task and visits; a seed counts where it has run with all numbers of visits."""
+    found = []
+    for task in dict.fromkeys(run.task for run in runs):
+        own = {(run.visits, run.seed): lines for run, lines in runs.items() if run.task == task and run.drafts}
+        seeds = [seed for visits, seed in own if visits == 1 and all((v, seed) in own for v in VISITS)]
+        if not seeds:
+            continue
+        curves = {key: held_out(lines) for key, lines in own.items()}
+        means = {key: fmean(curve[1:]) for key, curve in curves.items()}
+        for visits in VISITS:
+            less = [
+                [of[visits, seed] - of[1, seed] for seed in seeds]
+                for of in (means, {key: curve[-1] for key, curve in curves.items()})
+            ]
+            found.append(
+                [
+                    *(task, str(visits), str(len(seeds)), f"{fmean(curves[visits, seed][0] for seed in seeds):.3f}"),
+                    f"{fmean(means[visits, seed] for seed in seeds):.3f}",
+                    f"{fmean(curves[visits, seed][-1] for seed in seeds):.3f}",
+                    *("-" if visits == 1 else pm(values) for values in less),
+                    right_drafts([own[visits, seed] for seed in seeds]),
+                ]
+            )
+    return found
+
+
+def faster(found: Found, way: str, place: str) -> str:
+    """Speed over that of plain decoding in the same turn."""
+    ours, plain = found.tokens_per_s[way][place], found.tokens_per_s[PLAIN][place]
+    return likely([a / b for a, b in zip(ours, plain, strict=True)])
+
+
+def speeds(measured: Sequence[Found]) -> list[list[str]]:
+    return [
+        [
+            *(f"{found.temperature:g}", f"{found.entropy:.2f}", f"{found.right:.2f}", f"{found.fresh:.2f}", way),
+            f"{found.accept_length[way]['together']:.2f}",
+            *(faster(found, way, place) for place in ("together", "alone")),
+        ]
+        for found in measured
+        for way in WAYS
+        if way != PLAIN
+    ]
+
+
+def page(runs: Mapping[Run, Lines], measured: Sequence[Found], pairs: int) -> Result:
+    costs = price(runs)
+    return Result(
+        title="Recycled noise",
+        verdict=verdict(costs, measured),
+        intro=(
+            f"Price: GRPO over {PROBLEMS} problems for {STEPS // EPOCH} epochs ({STEPS} steps of {PROBLEMS // EPOCH} "
+            f"problems with {GROUP_SIZE} samples), from the same warm-up, with `rollout.noise_visits` of "
+            f"{', '.join(map(str, VISITS))}; the drafter `previous` drafts {WINDOW} tokens. *bits*: the quickstart's "
+            "task; *sums*: of 2-4 terms; a mixture of experts of two layers. Held-out accuracy is greedy, of 256 "
+            "problems, after every epoch; differences are those of equal seeds (smallest to largest). *Right drafts*: "
+            f"accepted of all that were drafted. {pairs} of these runs were made again without drafts, and have the "
+            f"same metrics of every step: rewards, losses, accuracies, entropies; {in_runs(runs)} (medians of steps "
+            "that did the same work, 95 % intervals; not in turns, beside other work)."
+        ),
+        columns=COLUMNS,
+        rows=rows(runs),
+        summary=(PRICE, costs),
+        notes=notes(measured),
+    )
+
+
+def in_runs(runs: Mapping[Run, Lines]) -> str:
+    """Seconds of equal work, step by step, of the runs that were made with and without drafts."""
+    ratios: dict[str, list[float]] = {"time/rollout_s": [], "time/eval_s": []}
+    for run in (run for run in runs if not run.drafts):
+        for plain, ours in zip(runs[run], runs[replace(run, drafts=True)], strict=True):
+            later = (int(plain["step"]) - 1) // EPOCH % run.visits > 0
+            for name, of in ratios.items():
+                if name in plain and int(plain["step"]) > 0 and (later or name == "time/eval_s"):
+                    of.append(float(ours[name]) / float(plain[name]))
+    rollouts, evaluations = (likely(of) if len(of) > 5 else "-" for of in ratios.values())
+    return f"with drafts a rollout of a later visit took {rollouts} of the seconds, an evaluation {evaluations}"
+
+
+def verdict(costs: Sequence[Sequence[str]], measured: Sequence[Found]) -> str:
+    shares = ", ".join(f"{found.right:.2f} ({found.fresh:.2f})" for found in measured)
+    ratios = ", ".join(faster(found, "previous", "alone").partition(" ")[0] for found in measured)
+    batch = ", ".join(faster(found, "previous", "together").partition(" ")[0] for found in measured)
+    nats = ", ".join(f"{found.entropy:.1f}" for found in measured)
+    worst = min(costs, key=lambda row: float(row[6].partition(" ")[0]) if row[6] != "-" else 0.0)
+    return (
+        f"At {nats} nats per token the response of an epoch ago has the right token at {shares} of positions (with "
+        f"fresh noise in brackets); rollouts take {batch} of the speed of plain decoding with 64 requests and {ratios} "
+        f"with one. The price in held-out accuracy, mean over a run: at worst {worst[6]} ({worst[0]}, noise of "
+        f"{worst[1]} visits)."
+    )
+
+
+def notes(measured: Sequence[Found]) -> str:
+    return "\n\n".join(
+        [
+            "## Speed",
+            f"One engine on one core, policy of *sums* one epoch after the warm-up; the drafters know the responses of "
+            f"the policy before. 64 requests of a step at once, or {ALONE} of them one after the other; tokens/s over "
+            f"plain decoding in the same turn, {TURNS} turns, median (95 % interval). *Right*: tokens that stood at "
+            "their positions an epoch ago; `suffix` has the same responses, and those of the group as they come. All "
+            "drafters give the same tokens, which is checked.",
+            markdown(SPEED, speeds(measured)),
+            "## When to use it",
+            "Samples of a later visit are not independent of the weights: these have learned from what the same noise "
+            "gave at the visit before. Each visit by itself has the law of plain sampling only where noise is fresh, "
+            "so a gradient of a later visit is biased, as one of a data set that is seen again is; the noise is part "
+            "of what can be learned by heart. Nothing corrects that (importance sampling corrects another policy, not "
+            "noise that was seen). It is off by default (`rollout.noise_visits` 1).",
+            "Try it where rollouts take most of the time, at low entropy or with few requests per engine, in runs of "
+            "several epochs, and compare learning curves with those of fresh noise. Without that price the drafter "
+            "`previous` speeds up evaluations (greedy, or with `eval.samples`: seeds are the same every time) and "
+            "requests that are begun again.",
+            "It finds what its own engine has generated: with N engines and shuffled data one response in N.",
+        ]
+    )
+
+
+def equal_without_drafts(runs: Mapping[Run, Lines], base: Path) -> int:
+    """How many runs were made with and without drafts. Raises AssertionError where they differ."""
+    pairs = [(run, replace(run, drafts=True)) for run in runs if not run.drafts]
+    for plain, drafting in pairs:
+        a, b = (compared(RunFolder(root=run.folder(base))) for run in (plain, drafting))
+        assert a == b, f"{plain.name}: drafts changed a metric"
+    return len(pairs)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=__doc__)
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no run after so many seconds")
+    parser.add_argument("--only", default="", help="runs whose names begin so, and no page")
+    parser.add_argument("--page", action="store_true", help="write the page of the runs that are whole")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the page")
+    options = parser.parse_args(arguments)
+    began = time.monotonic()
+    runs: dict[Run, Lines] = {}
+    for run in all_runs():
+        if not run.lines(BASE) and not options.page and run.name.startswith(options.only):
+            if time.monotonic() - began > options.limit_s:
+                print("call again: it goes on with what is missing", flush=True)
+                return
+            perform(run, BASE)
+        if lines := run.lines(BASE):
+            runs[run] = lines
+    if not options.only:
+        publish(NAME, page(runs, measure(BASE), equal_without_drafts(runs, BASE)), options.results)
+
+
+if __name__ == "__main__":
+    main()

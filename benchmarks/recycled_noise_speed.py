@@ -1,0 +1,190 @@
+"""How often the last response is right one epoch later, and what that is worth: one engine, policy and batch.
+
+The responses of the policy of an epoch ago are told to the drafters; the policy of now samples with the same noise, or
+with other noise. Drafters take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from benchmarks.recycled_noise_runs import GROUP_SIZE, PER_STEP, WINDOW, one_epoch_on, recipe_of, start_of
+from benchmarks.trained_models import CACHE
+from specactor.config import Config, EngineConfig, SpeculationConfig
+from specactor.data.dataset import build_dataset
+from specactor.data.stream import request_seed
+from specactor.data.tokenizer import load_tokenizer
+from specactor.rollout.requests import sampling_of
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
+from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
+from specactor.rollout.speculation.counters import Counts
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.previous import PreviousDrafter
+from specactor.rollout.speculation.suffix import SuffixDrafter
+from specactor.types import RolloutRequest, Trajectory
+
+TASK = "sums"
+TEMPERATURES = (0.6, 1.0, 1.5)
+TURNS = 7
+ALONE = 6
+"""Requests that run one after the other, as at the end of a rollout."""
+TOLD = CACHE / "recycled_noise" / "told.json"
+PLAIN = "off"
+HERE = "benchmarks.recycled_noise_speed"
+WAYS = {
+    PLAIN: SpeculationConfig(mode="off", drafters=(f"{HERE}:Told",), max_window=WINDOW),
+    "previous": SpeculationConfig(mode="coupled", drafters=(f"{HERE}:Told",), window=WINDOW, max_window=WINDOW),
+    "suffix": SpeculationConfig(mode="coupled", drafters=(f"{HERE}:ToldSuffix",), window=WINDOW, max_window=WINDOW),
+}
+
+
+class Told(PreviousDrafter):
+    """Begins with the responses of an epoch ago."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tell(self)
+
+
+class ToldSuffix(SuffixDrafter):
+    """Likewise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tell(self)
+
+
+def tell(drafter: Drafter) -> None:
+    for number, (prompt, seed, tokens) in enumerate(json.loads(TOLD.read_text())):
+        sequence = DraftSequence(request_id=f"told {number}", prompt_ids=tuple(prompt), seed=seed)
+        drafter.open(sequence)
+        sequence.output_ids.extend(tokens)
+        drafter.commit(sequence, tokens)
+        drafter.close(sequence)
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """At one temperature."""
+
+    temperature: float
+    entropy: float
+    """Of a token, in nats."""
+    right: float
+    """Share of tokens that stood at their positions an epoch ago."""
+    fresh: float
+    """The same with fresh noise."""
+    tokens_per_s: dict[str, dict[str, list[float]]]
+    """By way, then together or alone, turn by turn."""
+    accept_length: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    together: list[RolloutRequest]
+    alone: list[RolloutRequest]
+
+    @classmethod
+    def of(cls, config: Config, model: Path, temperature: float, *, noise: int = 0) -> Work:
+        """A step of the run's own problems; the first responses of some of them are alone."""
+        problems = build_dataset(config.data.train_source, load_tokenizer(model), max_prompt_tokens=64)[:PER_STEP]
+        sampling = replace(sampling_of(config.rollout), temperature=temperature)
+        requests = [
+            RolloutRequest(
+                request_id=f"{problem.index}.{sample}",
+                prompt_ids=problem.prompt_ids,
+                sampling=sampling,
+                seed=request_seed(0, noise, problem.index, sample),
+                group_id=problem.index,
+            )
+            for problem in problems
+            for sample in range(GROUP_SIZE)
+        ]
+        return cls(together=requests, alone=requests[:: GROUP_SIZE + 1][:ALONE])
+
+
+def spec(model: Path, folder: Path) -> EngineSpec:
+    return EngineSpec(
+        index=0,
+        model_dir=str(model),
+        dtype="float32",
+        devices=(0,),
+        config=EngineConfig(max_running_requests=PER_STEP * GROUP_SIZE, max_total_tokens=16_384),
+        speculation=replace(WAYS[PLAIN], mode="coupled"),
+        context_length=256,
+        log_file=str(folder / "engine.log"),
+    )
+
+
+def measure(base: Path) -> list[Found]:
+    """What was measured, temperature by temperature; each is kept in a file, and not measured again."""
+    config, folder = recipe_of(TASK), base / "speed"
+    folder.mkdir(parents=True, exist_ok=True)
+    start, now = start_of(TASK, base), one_epoch_on(TASK, base)
+    missing = [t for t in TEMPERATURES if not (folder / f"{t}.json").exists()]
+    if missing:
+        TOLD.write_text("[]")
+        with running(spec(start, folder)) as engine:
+            before = {t: engine.generate(Work.of(config, start, t).together) for t in missing}
+            fresh = {t: engine.generate(Work.of(config, start, t, noise=1).together) for t in missing}
+        with running(spec(now, folder)) as engine:
+            for t in missing:
+                found = at(engine, Work.of(config, now, t), before[t], fresh[t], t)
+                (folder / f"{t}.json").write_bytes(msgspec.json.encode(found))
+    return [msgspec.json.decode((folder / f"{t}.json").read_bytes(), type=Found) for t in TEMPERATURES]
+
+
+def at(
+    engine: Engine, work: Work, before: Sequence[Trajectory], fresh: Sequence[Trajectory], temperature: float
+) -> Found:
+    """Args: responses of an epoch ago, with the same noise and with other noise."""
+    told = [(r.prompt_ids, r.seed, list(t.token_ids)) for r, t in zip(work.together, before, strict=True)]
+    TOLD.write_text(json.dumps(told))
+    speed: dict[str, dict[str, list[float]]] = {way: {"together": [], "alone": []} for way in WAYS}
+    length: dict[str, dict[str, float]] = {way: {} for way in WAYS}
+    texts: list[list[tuple[int, ...]]] = []
+    now: list[Trajectory] = []
+    for turn in range(TURNS + 1):  # the first one is not counted
+        for way, speculation in WAYS.items():
+            for place, calls in (("together", [work.together]), ("alone", [[r] for r in work.alone])):
+                engine.flush()
+                engine.rank_call(CONFIGURE, msgspec.json.encode(speculation), timeout_s=60)
+                began_s = time.perf_counter()
+                done = [engine.generate(call) for call in calls]
+                seconds = time.perf_counter() - began_s
+                tokens = sum(len(t.token_ids) for of_call in done for t in of_call)
+                counts = msgspec.json.decode(engine.rank_call(REPORT, b"", timeout_s=60)[0], type=dict[str, Counts])
+                if turn:
+                    speed[way][place].append(tokens / seconds)
+                    drafted = [c for name, c in counts.items() if name != PLAIN]
+                    length[way][place] = sum(c.emitted for c in drafted) / max(1, sum(c.verifies for c in drafted))
+                if place == "together":
+                    now = done[0]
+                    texts.append([tuple(t.token_ids) for t in now])
+    assert all(text == texts[0] for text in texts), "what is drafted changes no token"
+    print(f"temperature {temperature}: measured", flush=True)
+    return Found(
+        temperature=temperature,
+        entropy=-fmean(p for t in now for p in t.logprobs),
+        right=right(now, before),
+        fresh=right(now, fresh),
+        tokens_per_s=speed,
+        accept_length=length,
+    )
+
+
+def right(now: Sequence[Trajectory], before: Sequence[Trajectory]) -> float:
+    """Share of the tokens of now that are those of before at their positions."""
+    equal = [
+        a == b
+        for one, other in zip(now, before, strict=True)
+        for a, b in zip_longest(one.token_ids, other.token_ids[: len(one.token_ids)])
+    ]
+    return fmean(equal)
