@@ -31,7 +31,17 @@ PRICE = (
     *("task", "visits with equal noise", "seeds", "held-out before", "mean over the run", "after"),
     *("mean over the run, less that of 1", "after, less that of 1", "right drafts in later visits"),
 )
-SPEED = ("temperature", "entropy", "right", "right with fresh noise", "drafter", "accept_length", "64 requests", "1")
+SPEED = (
+    "learning rate",
+    "temperature",
+    "entropy",
+    "right",
+    "right with fresh noise",
+    "drafter",
+    "accept_length",
+    "64 requests",
+    "1",
+)
 Lines = Sequence[Mapping[str, Value]]
 
 
@@ -51,8 +61,8 @@ def rows(runs: Mapping[Run, Lines]) -> list[tuple[str, ...]]:
 
 
 def held_out(lines: Lines) -> list[float]:
-    """Before the first step, and after every epoch."""
-    return [float(line["accuracy/eval"]) for line in lines if "accuracy/eval" in line]
+    """Before the first step, and after every second epoch."""
+    return [float(line["accuracy/eval"]) for line in lines if int(line["step"]) % (2 * EPOCH) == 0]
 
 
 def right_drafts(runs: Sequence[Lines]) -> str:
@@ -104,7 +114,14 @@ def faster(found: Found, way: str, place: str) -> str:
 def speeds(measured: Sequence[Found]) -> list[list[str]]:
     return [
         [
-            *(f"{found.temperature:g}", f"{found.entropy:.2f}", f"{found.right:.2f}", f"{found.fresh:.2f}", way),
+            *(
+                f"{found.rate:g}",
+                f"{found.temperature:g}",
+                f"{found.entropy:.2f}",
+                f"{found.right:.2f}",
+                f"{found.fresh:.2f}",
+                way,
+            ),
             f"{found.accept_length[way]['together']:.2f}",
             *(faster(found, way, place) for place in ("together", "alone")),
         ]
@@ -124,8 +141,8 @@ def page(runs: Mapping[Run, Lines], measured: Sequence[Found], pairs: int) -> Re
             f"problems with {GROUP_SIZE} samples), from the same warm-up, with `rollout.noise_visits` of "
             f"{', '.join(map(str, VISITS))}; the drafter `previous` drafts {WINDOW} tokens. *bits*: the quickstart's "
             "task; *sums*: of 2-4 terms; a mixture of experts of two layers. Held-out accuracy is greedy, of 256 "
-            "problems, after every epoch; differences are those of equal seeds (smallest to largest). *Right drafts*: "
-            f"accepted of all that were drafted. {pairs} of these runs were made again without drafts, and have the "
+            "problems, after every second epoch; differences are those of equal seeds (smallest to largest). *Right "
+            f"drafts*: accepted of all that were drafted. {pairs} runs were made again without drafts, and have the "
             f"same metrics of every step: rewards, losses, accuracies, entropies; {in_runs(runs)} (medians of steps "
             "that did the same work, 95 % intervals; not in turns, beside other work)."
         ),
@@ -168,10 +185,10 @@ def notes(measured: Sequence[Found]) -> str:
         [
             "## Speed",
             f"One engine on one core, policy of *sums* one epoch after the warm-up; the drafters know the responses of "
-            f"the policy before. 64 requests of a step at once, or {ALONE} of them one after the other; tokens/s over "
-            f"plain decoding in the same turn, {TURNS} turns, median (95 % interval). *Right*: tokens that stood at "
-            "their positions an epoch ago; `suffix` has the same responses, and those of the group as they come. All "
-            "drafters give the same tokens, which is checked.",
+            f"the policy before. 64 requests of a step at once, or {ALONE} of them one after the other; tokens per "
+            f"second of processor time over plain decoding in the same turn, {TURNS} turns, median (95 % interval). "
+            "*Right*: tokens that stood at their positions an epoch ago; `suffix` has the same responses, and those of "
+            "the group as they come. All drafters give the same tokens, which is checked.",
             markdown(SPEED, speeds(measured)),
             "## When to use it",
             "Samples of a later visit are not independent of the weights: these have learned from what the same noise "

@@ -53,8 +53,9 @@ def recipe_of(name: str) -> Config:
         parallel=ParallelConfig(),
         rollout=replace(recipe.rollout, prompts_per_step=PER_STEP, group_size=GROUP_SIZE),
         train=replace(recipe.train, steps=STEPS, learning_rate=LEARNING_RATES[name]),
-        checkpoint=replace(recipe.checkpoint, every=0, export=False),
-        eval=replace(recipe.eval, problems=256, every=EPOCH),
+        checkpoint=replace(recipe.checkpoint, every=EPOCH, keep=1, export=False),
+        resume="auto",
+        eval=replace(recipe.eval, problems=256, every=2 * EPOCH),
         tracking=replace(recipe.tracking, wandb="off", record="off"),
     )
 
@@ -106,13 +107,13 @@ def perform(run: Run, base: Path) -> None:
     launch(run.task, run.folder(base), *_settings(run, base), *drafting)
 
 
-def one_epoch_on(task: str, base: Path) -> Path:
-    """The folder of what `start_of` is after one epoch."""
-    folder = base / task / "one-epoch"
+def one_epoch_on(task: str, base: Path, rate: float) -> Path:
+    """The folder of what `start_of` is after one epoch at this learning rate."""
+    folder = base / task / f"one-epoch-{rate}"
     export = RunFolder(root=folder).export
     if not export.exists():
-        settings = _settings(Run(task=task, visits=1, seed=0), base)
-        launch(task, folder, *settings, "--train.steps", str(EPOCH), "--checkpoint.export", "True")
+        further = ("--train.steps", str(EPOCH), "--train.learning-rate", str(rate), "--checkpoint.export", "True")
+        launch(task, folder, *_settings(Run(task=task, visits=1, seed=0), base), *further)
     return export
 
 

@@ -1,13 +1,12 @@
 """How often the last response is right one epoch later, and what that is worth: one engine, policy and batch.
 
 The responses of the policy of an epoch ago are told to the drafters; the policy of now samples with the same noise, or
-with other noise. Drafters take turns.
+with other noise. Drafters take turns; what is compared is processor time, since machines are shared.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -17,6 +16,7 @@ from statistics import fmean
 import msgspec
 
 from benchmarks.recycled_noise_runs import GROUP_SIZE, PER_STEP, WINDOW, one_epoch_on, recipe_of, start_of
+from benchmarks.speculation_speed import processor_s
 from benchmarks.trained_models import CACHE
 from specactor.config import Config, EngineConfig, SpeculationConfig
 from specactor.data.dataset import build_dataset
@@ -32,7 +32,9 @@ from specactor.rollout.speculation.suffix import SuffixDrafter
 from specactor.types import RolloutRequest, Trajectory
 
 TASK = "sums"
-TEMPERATURES = (0.6, 1.0, 1.5)
+TEMPERATURES = (0.6, 1.5, 2.5)
+RATES = (2e-5, 3e-4)
+"""Learning rates of the epoch: of a run that learns slowly, and the quickstart's."""
 TURNS = 7
 ALONE = 6
 """Requests that run one after the other, as at the end of a rollout."""
@@ -72,8 +74,9 @@ def tell(drafter: Drafter) -> None:
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """At one temperature."""
+    """After an epoch at one learning rate, at one temperature."""
 
+    rate: float
     temperature: float
     entropy: float
     """Of a token, in nats."""
@@ -82,7 +85,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     fresh: float
     """The same with fresh noise."""
     tokens_per_s: dict[str, dict[str, list[float]]]
-    """By way, then together or alone, turn by turn."""
+    """Per second of processor time, by way, then together or alone, turn by turn."""
     accept_length: dict[str, dict[str, float]]
 
 
@@ -124,25 +127,34 @@ def spec(model: Path, folder: Path) -> EngineSpec:
 
 
 def measure(base: Path) -> list[Found]:
-    """What was measured, temperature by temperature; each is kept in a file, and not measured again."""
+    """What was measured, by learning rate and temperature; each is kept in a file, and not measured again."""
     config, folder = recipe_of(TASK), base / "speed"
     folder.mkdir(parents=True, exist_ok=True)
-    start, now = start_of(TASK, base), one_epoch_on(TASK, base)
-    missing = [t for t in TEMPERATURES if not (folder / f"{t}.json").exists()]
+    start = start_of(TASK, base)
+    files = {(rate, t): folder / f"{rate}-{t}.json" for rate in RATES for t in TEMPERATURES}
+    missing = [key for key, file in files.items() if not file.exists()]
     if missing:
         TOLD.write_text("[]")
+        temperatures = dict.fromkeys(t for _, t in missing)
         with running(spec(start, folder)) as engine:
-            before = {t: engine.generate(Work.of(config, start, t).together) for t in missing}
-            fresh = {t: engine.generate(Work.of(config, start, t, noise=1).together) for t in missing}
-        with running(spec(now, folder)) as engine:
-            for t in missing:
-                found = at(engine, Work.of(config, now, t), before[t], fresh[t], t)
-                (folder / f"{t}.json").write_bytes(msgspec.json.encode(found))
-    return [msgspec.json.decode((folder / f"{t}.json").read_bytes(), type=Found) for t in TEMPERATURES]
+            before = {t: engine.generate(Work.of(config, start, t).together) for t in temperatures}
+            fresh = {t: engine.generate(Work.of(config, start, t, noise=1).together) for t in temperatures}
+        for rate in dict.fromkeys(rate for rate, _ in missing):
+            now = one_epoch_on(TASK, base, rate)
+            with running(spec(now, folder)) as engine:
+                for t in [t for other, t in missing if other == rate]:
+                    found = at(engine, Work.of(config, now, t), before[t], fresh[t], t, rate)
+                    files[rate, t].write_bytes(msgspec.json.encode(found))
+    return [msgspec.json.decode(file.read_bytes(), type=Found) for file in files.values()]
 
 
 def at(
-    engine: Engine, work: Work, before: Sequence[Trajectory], fresh: Sequence[Trajectory], temperature: float
+    engine: Engine,
+    work: Work,
+    before: Sequence[Trajectory],
+    fresh: Sequence[Trajectory],
+    temperature: float,
+    rate: float,
 ) -> Found:
     """Args: responses of an epoch ago, with the same noise and with other noise."""
     told = [(r.prompt_ids, r.seed, list(t.token_ids)) for r, t in zip(work.together, before, strict=True)]
@@ -156,9 +168,9 @@ def at(
             for place, calls in (("together", [work.together]), ("alone", [[r] for r in work.alone])):
                 engine.flush()
                 engine.rank_call(CONFIGURE, msgspec.json.encode(speculation), timeout_s=60)
-                began_s = time.perf_counter()
+                began_s = processor_s(engine)
                 done = [engine.generate(call) for call in calls]
-                seconds = time.perf_counter() - began_s
+                seconds = processor_s(engine) - began_s
                 tokens = sum(len(t.token_ids) for of_call in done for t in of_call)
                 counts = msgspec.json.decode(engine.rank_call(REPORT, b"", timeout_s=60)[0], type=dict[str, Counts])
                 if turn:
@@ -169,8 +181,9 @@ def at(
                     now = done[0]
                     texts.append([tuple(t.token_ids) for t in now])
     assert all(text == texts[0] for text in texts), "what is drafted changes no token"
-    print(f"temperature {temperature}: measured", flush=True)
+    print(f"rate {rate}, temperature {temperature}: measured", flush=True)
     return Found(
+        rate=rate,
         temperature=temperature,
         entropy=-fmean(p for t in now for p in t.logprobs),
         right=right(now, before),
