@@ -147,13 +147,9 @@ class RolloutCollector:
                 self.prompts.learn(group.problem.index, fmean(group.scores))
         return groups
 
-    def _draw(self, count: int) -> list[DrawnProblem]:
-        """Return the next problems."""
-        return [DrawnProblem(**vars(self.train_data[index]), epoch=epoch) for index, epoch in self.prompts.take(count)]
-
     def _collect_all(self, step: int) -> list[ScoredGroup]:
         """Return the groups of the next problems."""
-        problems = self._draw(self.config.rollout.prompts_per_step)
+        problems = self.train_data.drawn(self.prompts.take(self.config.rollout.prompts_per_step))
         requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
         trajectories = self._generate_all(requests, problems)
         with self.progress.phase("reward"):
@@ -167,7 +163,7 @@ class RolloutCollector:
         own = {engine.index for engine in self.pool.engines}
 
         def requests_of(number: int) -> list[RolloutRequest]:
-            drawn.extend(self._draw(number + 1 - len(drawn)))
+            drawn.extend(self.train_data.drawn(self.prompts.take(number + 1 - len(drawn))))
             earlier, own_problem = drawn[:number], [drawn[number]]
             return group_requests(own_problem, config=rollout, run_seed=self.config.seed, step=step, earlier=earlier)
 
@@ -188,7 +184,7 @@ class RolloutCollector:
         # What was drawn ahead and is not needed is drawn again in the next step.
         num_used = kept[-1] + 1 if len(kept) == want else refill.most
         self.prompts.restore(begin)
-        drawn[:] = self._draw(num_used)
+        drawn[:] = self.train_data.drawn(self.prompts.take(num_used))
         if isinstance(self.prompts, CurriculumStream):  # also of what nothing is learned from
             for number in range(num_used):
                 self.prompts.learn(drawn[number].index, refill.rates[number])
@@ -226,7 +222,7 @@ class RolloutCollector:
 
     def collect_again(self, step: int, alone: Sequence[str]) -> list[ScoredGroup]:
         """Return groups ("3") or responses ("3.1") of the step after `step` finished ones, each generated alone."""
-        problems = self._draw(self.config.rollout.prompts_per_step)
+        problems = self.train_data.drawn(self.prompts.take(self.config.rollout.prompts_per_step))
         requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
         found: list[ScoredGroup] = []
         for name in alone:
@@ -296,7 +292,7 @@ class RolloutCollector:
         """Return the groups that are complete first, of more than are wanted; drop the others, or keep them open."""
         rollout, want = self.config.rollout, self.config.rollout.prompts_per_step
         num_fresh = open_groups.num_in_flight(want, rollout.oversample) - len(self.open_groups)
-        problems = self._draw(num_fresh)
+        problems = self.train_data.drawn(self.prompts.take(num_fresh))
         requests = group_requests(problems, config=rollout, run_seed=self.config.seed, step=step)
         groups = open_groups.opened(self.open_groups, [problem.index for problem in problems], requests)
         own = {engine.index for engine in self.pool.engines}
