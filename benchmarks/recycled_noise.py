@@ -18,7 +18,7 @@ from statistics import fmean
 
 from benchmarks.disturbed_run import compared
 from benchmarks.recycled_noise_runs import EPOCH, GROUP_SIZE, PROBLEMS, STEPS, VISITS, WINDOW, Run, all_runs, perform
-from benchmarks.recycled_noise_speed import ALONE, PLAIN, TURNS, WAYS, Found, measure
+from benchmarks.recycled_noise_speed import ALONE, PLAIN, TURNS, WAYS, Found, measure, measured
 from benchmarks.results import RESULTS, Result, likely, markdown, publish
 from benchmarks.trained_models import CACHE
 from specactor.metrics import Value
@@ -111,7 +111,7 @@ def faster(found: Found, way: str, place: str) -> str:
     return likely([a / b for a, b in zip(ours, plain, strict=True)])
 
 
-def speeds(measured: Sequence[Found]) -> list[list[str]]:
+def speeds(cells: Sequence[Found]) -> list[list[str]]:
     return [
         [
             *(
@@ -125,17 +125,17 @@ def speeds(measured: Sequence[Found]) -> list[list[str]]:
             f"{found.accept_length[way]['together']:.2f}",
             *(faster(found, way, place) for place in ("together", "alone")),
         ]
-        for found in measured
+        for found in cells
         for way in WAYS
         if way != PLAIN
     ]
 
 
-def page(runs: Mapping[Run, Lines], measured: Sequence[Found], pairs: int) -> Result:
+def page(runs: Mapping[Run, Lines], cells: Sequence[Found], pairs: int) -> Result:
     costs = price(runs)
     return Result(
         title="Recycled noise",
-        verdict=verdict(costs, measured),
+        verdict=verdict(costs, cells),
         intro=(
             f"Price: GRPO over {PROBLEMS} problems for {STEPS // EPOCH} epochs ({STEPS} steps of {PROBLEMS // EPOCH} "
             f"problems with {GROUP_SIZE} samples), from the same warm-up, with `rollout.noise_visits` of "
@@ -149,7 +149,7 @@ def page(runs: Mapping[Run, Lines], measured: Sequence[Found], pairs: int) -> Re
         columns=COLUMNS,
         rows=rows(runs),
         summary=(PRICE, costs),
-        notes=notes(measured),
+        notes=notes(cells),
     )
 
 
@@ -158,19 +158,19 @@ def in_runs(runs: Mapping[Run, Lines]) -> str:
     ratios: dict[str, list[float]] = {"time/rollout_s": [], "time/eval_s": []}
     for run in (run for run in runs if not run.drafts):
         for plain, ours in zip(runs[run], runs[replace(run, drafts=True)], strict=True):
-            later = (int(plain["step"]) - 1) // EPOCH % run.visits > 0
+            drafted = float(ours.get("speculation/previous/drafted", 0)) > 0
             for name, of in ratios.items():
-                if name in plain and int(plain["step"]) > 0 and (later or name == "time/eval_s"):
+                if name in plain and int(plain["step"]) > 0 and (drafted or name == "time/eval_s"):
                     of.append(float(ours[name]) / float(plain[name]))
     rollouts, evaluations = (likely(of) if len(of) > 5 else "-" for of in ratios.values())
     return f"with drafts a rollout of a later visit took {rollouts} of the seconds, an evaluation {evaluations}"
 
 
-def verdict(costs: Sequence[Sequence[str]], measured: Sequence[Found]) -> str:
-    shares = ", ".join(f"{found.right:.2f} ({found.fresh:.2f})" for found in measured)
-    ratios = ", ".join(faster(found, "previous", "alone").partition(" ")[0] for found in measured)
-    batch = ", ".join(faster(found, "previous", "together").partition(" ")[0] for found in measured)
-    nats = ", ".join(f"{found.entropy:.1f}" for found in measured)
+def verdict(costs: Sequence[Sequence[str]], cells: Sequence[Found]) -> str:
+    shares = ", ".join(f"{found.right:.2f} ({found.fresh:.2f})" for found in cells)
+    ratios = ", ".join(faster(found, "previous", "alone").partition(" ")[0] for found in cells)
+    batch = ", ".join(faster(found, "previous", "together").partition(" ")[0] for found in cells)
+    nats = ", ".join(f"{found.entropy:.1f}" for found in cells)
     worst = min(costs, key=lambda row: float(row[6].partition(" ")[0]) if row[6] != "-" else 0.0)
     return (
         f"At {nats} nats per token the response of an epoch ago has the right token at {shares} of positions (with "
@@ -180,7 +180,7 @@ def verdict(costs: Sequence[Sequence[str]], measured: Sequence[Found]) -> str:
     )
 
 
-def notes(measured: Sequence[Found]) -> str:
+def notes(cells: Sequence[Found]) -> str:
     return "\n\n".join(
         [
             "## Speed",
@@ -189,7 +189,7 @@ def notes(measured: Sequence[Found]) -> str:
             f"second of processor time over plain decoding in the same turn, {TURNS} turns, median (95 % interval). "
             "*Right*: tokens that stood at their positions an epoch ago; `suffix` has the same responses, and those of "
             "the group as they come. All drafters give the same tokens, which is checked.",
-            markdown(SPEED, speeds(measured)),
+            markdown(SPEED, speeds(cells)),
             "## When to use it",
             "Samples of a later visit are not independent of the weights: these have learned from what the same noise "
             "gave at the visit before. Each visit by itself has the law of plain sampling only where noise is fresh, "
@@ -231,8 +231,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             perform(run, BASE)
         if lines := run.lines(BASE):
             runs[run] = lines
-    if not options.only:
-        publish(NAME, page(runs, measure(BASE), equal_without_drafts(runs, BASE)), options.results)
+    if options.only:
+        return
+    if not options.page:
+        measure(BASE)
+    publish(NAME, page(runs, measured(BASE), equal_without_drafts(runs, BASE)), options.results)
 
 
 if __name__ == "__main__":

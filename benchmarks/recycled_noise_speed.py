@@ -126,12 +126,21 @@ def spec(model: Path, folder: Path) -> EngineSpec:
     )
 
 
-def measure(base: Path) -> list[Found]:
-    """What was measured, by learning rate and temperature; each is kept in a file, and not measured again."""
-    config, folder = recipe_of(TASK), base / "speed"
+def files_of(base: Path) -> dict[tuple[float, float], Path]:
+    """By learning rate and temperature."""
+    return {(rate, t): base / "speed" / f"{rate}-{t}.json" for rate in RATES for t in TEMPERATURES}
+
+
+def measured(base: Path) -> list[Found]:
+    """What was measured so far."""
+    return [msgspec.json.decode(f.read_bytes(), type=Found) for f in files_of(base).values() if f.exists()]
+
+
+def measure(base: Path) -> None:
+    """Measure what is missing; each learning rate and temperature is kept in a file."""
+    config, folder, files = recipe_of(TASK), base / "speed", files_of(base)
     folder.mkdir(parents=True, exist_ok=True)
     start = start_of(TASK, base)
-    files = {(rate, t): folder / f"{rate}-{t}.json" for rate in RATES for t in TEMPERATURES}
     missing = [key for key, file in files.items() if not file.exists()]
     if missing:
         TOLD.write_text("[]")
@@ -145,7 +154,6 @@ def measure(base: Path) -> list[Found]:
                 for t in [t for other, t in missing if other == rate]:
                     found = at(engine, Work.of(config, now, t), before[t], fresh[t], t, rate)
                     files[rate, t].write_bytes(msgspec.json.encode(found))
-    return [msgspec.json.decode(file.read_bytes(), type=Found) for file in files.values()]
 
 
 def at(
