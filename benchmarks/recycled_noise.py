@@ -17,8 +17,19 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.disturbed_run import compared
-from benchmarks.recycled_noise_runs import EPOCH, GROUP_SIZE, PROBLEMS, STEPS, VISITS, WINDOW, Run, all_runs, perform
-from benchmarks.recycled_noise_speed import ALONE, PLAIN, TURNS, WAYS, Found, measure, measured
+from benchmarks.recycled_noise_runs import (
+    EPOCH,
+    GROUP_SIZE,
+    LEARNING_RATES,
+    PROBLEMS,
+    STEPS,
+    VISITS,
+    WINDOW,
+    Run,
+    all_runs,
+    perform,
+)
+from benchmarks.recycled_noise_speed import ALONE, FRESH, PLAIN, TURNS, WAYS, Found, measure, measured
 from benchmarks.results import RESULTS, Result, likely, markdown, publish
 from benchmarks.trained_models import CACHE
 from specactor.metrics import Value
@@ -137,14 +148,14 @@ def page(runs: Mapping[Run, Lines], cells: Sequence[Found], pairs: int) -> Resul
         title="Recycled noise",
         verdict=verdict(costs, cells),
         intro=(
-            f"Price: GRPO over {PROBLEMS} problems for {STEPS // EPOCH} epochs ({STEPS} steps of {PROBLEMS // EPOCH} "
-            f"problems with {GROUP_SIZE} samples), from the same warm-up, with `rollout.noise_visits` of "
-            f"{', '.join(map(str, VISITS))}; the drafter `previous` drafts {WINDOW} tokens. *bits*: the quickstart's "
-            "task; *sums*: of 2-4 terms; a mixture of experts of two layers. Held-out accuracy is greedy, of 256 "
-            "problems, after every second epoch; differences are those of equal seeds (smallest to largest). *Right "
-            f"drafts*: accepted of all that were drafted. {pairs} runs were made again without drafts, and have the "
-            f"same metrics of every step: rewards, losses, accuracies, entropies; {in_runs(runs)} (medians of steps "
-            "that did the same work, 95 % intervals; not in turns, beside other work)."
+            f"Price: GRPO over {PROBLEMS} problems (less those that are held out) for {STEPS} steps of "
+            f"{PROBLEMS // EPOCH} problems with {GROUP_SIZE} samples, from the same warm-up, with "
+            f"`rollout.noise_visits` of {', '.join(map(str, VISITS))}; the drafter `previous` drafts {WINDOW} tokens. "
+            f"*bits*: the quickstart's task; *calculator*: that recipe's, in two turns; two layers; learning rates "
+            f"{', '.join(f'{rate:g}' for rate in LEARNING_RATES.values())}. Held-out accuracy is greedy, of 256 "
+            "problems, after every second epoch; differences are those of equal seeds, mean (smallest to largest). "
+            f"*Right drafts*: accepted of all that were drafted. {pairs} run{'s' * (pairs > 1)} made again without "
+            "drafts had the same rewards, losses, accuracies and entropies in every step."
         ),
         columns=COLUMNS,
         rows=rows(runs),
@@ -153,30 +164,21 @@ def page(runs: Mapping[Run, Lines], cells: Sequence[Found], pairs: int) -> Resul
     )
 
 
-def in_runs(runs: Mapping[Run, Lines]) -> str:
-    """Seconds of equal work, step by step, of the runs that were made with and without drafts."""
-    ratios: dict[str, list[float]] = {"time/rollout_s": [], "time/eval_s": []}
-    for run in (run for run in runs if not run.drafts):
-        for plain, ours in zip(runs[run], runs[replace(run, drafts=True)], strict=True):
-            drafted = float(ours.get("speculation/previous/drafted", 0)) > 0
-            for name, of in ratios.items():
-                if name in plain and int(plain["step"]) > 0 and (drafted or name == "time/eval_s"):
-                    of.append(float(ours[name]) / float(plain[name]))
-    rollouts, evaluations = (likely(of) if len(of) > 5 else "-" for of in ratios.values())
-    return f"with drafts a rollout of a later visit took {rollouts} of the seconds, an evaluation {evaluations}"
-
-
 def verdict(costs: Sequence[Sequence[str]], cells: Sequence[Found]) -> str:
-    shares = ", ".join(f"{found.right:.2f} ({found.fresh:.2f})" for found in cells)
-    ratios = ", ".join(faster(found, "previous", "alone").partition(" ")[0] for found in cells)
-    batch = ", ".join(faster(found, "previous", "together").partition(" ")[0] for found in cells)
-    nats = ", ".join(f"{found.entropy:.1f}" for found in cells)
+    def span(values: Sequence[float]) -> str:
+        return f"{min(values):.2f}-{max(values):.2f}"
+
+    def speed(way: str, place: str) -> str:
+        return span([float(faster(found, way, place).partition(" ")[0]) for found in cells])
+
     worst = min(costs, key=lambda row: float(row[6].partition(" ")[0]) if row[6] != "-" else 0.0)
     return (
-        f"At {nats} nats per token the response of an epoch ago has the right token at {shares} of positions (with "
-        f"fresh noise in brackets); rollouts take {batch} of the speed of plain decoding with 64 requests and {ratios} "
-        f"with one. The price in held-out accuracy, mean over a run: at worst {worst[6]} ({worst[0]}, noise of "
-        f"{worst[1]} visits)."
+        f"One epoch later the last response has the right token at {span([found.right for found in cells])} of "
+        f"positions, with fresh noise at {span([found.fresh for found in cells])}. Drafts of `previous` make "
+        f"{speed('previous', 'together')} of the speed of plain decoding with 64 requests and "
+        f"{speed('previous', 'alone')} with one; `suffix` with fresh noise, which costs nothing, "
+        f"{speed(FRESH, 'together')} and {speed(FRESH, 'alone')}. Price in held-out accuracy, mean over a run: at "
+        f"worst {worst[6]} ({worst[0]}, noise of {worst[1]} visits, {worst[2]} seeds)."
     )
 
 

@@ -15,7 +15,7 @@ from statistics import fmean
 
 import msgspec
 
-from benchmarks.recycled_noise_runs import GROUP_SIZE, PER_STEP, WINDOW, one_epoch_on, recipe_of, start_of
+from benchmarks.recycled_noise_runs import GROUP_SIZE, PER_STEP, RECIPES, WINDOW, one_epoch_on, start_of
 from benchmarks.speculation_speed import processor_s
 from benchmarks.trained_models import CACHE
 from specactor.config import Config, EngineConfig, SpeculationConfig
@@ -38,13 +38,15 @@ RATES = (2e-5, 3e-4)
 TURNS = 7
 ALONE = 6
 """Requests that run one after the other, as at the end of a rollout."""
-TOLD = CACHE / "recycled_noise" / "told.json"
-PLAIN = "off"
+TOLD, TOLD_FRESH = (CACHE / "recycled_noise" / name for name in ("told.json", "told-fresh.json"))
+PLAIN, FRESH = "off", "suffix, fresh noise"
 HERE = "benchmarks.recycled_noise_speed"
+TEXT = SpeculationConfig(mode="coupled", drafters=(f"{HERE}:Told",), window=WINDOW, max_window=WINDOW)
 WAYS = {
-    PLAIN: SpeculationConfig(mode="off", drafters=(f"{HERE}:Told",), max_window=WINDOW),
-    "previous": SpeculationConfig(mode="coupled", drafters=(f"{HERE}:Told",), window=WINDOW, max_window=WINDOW),
-    "suffix": SpeculationConfig(mode="coupled", drafters=(f"{HERE}:ToldSuffix",), window=WINDOW, max_window=WINDOW),
+    PLAIN: replace(TEXT, mode="off"),
+    "previous": TEXT,
+    "suffix": replace(TEXT, drafters=(f"{HERE}:ToldSuffix",)),
+    FRESH: replace(TEXT, drafters=(f"{HERE}:FreshSuffix",)),
 }
 
 
@@ -64,8 +66,16 @@ class ToldSuffix(SuffixDrafter):
         tell(self)
 
 
-def tell(drafter: Drafter) -> None:
-    for number, (prompt, seed, tokens) in enumerate(json.loads(TOLD.read_text())):
+class FreshSuffix(SuffixDrafter):
+    """Begins with responses of an epoch ago that had other noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tell(self, TOLD_FRESH)
+
+
+def tell(drafter: Drafter, file: Path = TOLD) -> None:
+    for number, (prompt, seed, tokens) in enumerate(json.loads(file.read_text())):
         sequence = DraftSequence(request_id=f"told {number}", prompt_ids=tuple(prompt), seed=seed)
         drafter.open(sequence)
         sequence.output_ids.extend(tokens)
@@ -120,7 +130,7 @@ def spec(model: Path, folder: Path) -> EngineSpec:
         dtype="float32",
         devices=(0,),
         config=EngineConfig(max_running_requests=PER_STEP * GROUP_SIZE, max_total_tokens=16_384),
-        speculation=replace(WAYS[PLAIN], mode="coupled"),
+        speculation=TEXT,
         context_length=256,
         log_file=str(folder / "engine.log"),
     )
@@ -138,7 +148,7 @@ def measured(base: Path) -> list[Found]:
 
 def measure(base: Path) -> None:
     """Measure what is missing; each learning rate and temperature is kept in a file."""
-    config, folder, files = recipe_of(TASK), base / "speed", files_of(base)
+    config, folder, files = RECIPES[TASK](), base / "speed", files_of(base)
     folder.mkdir(parents=True, exist_ok=True)
     start = start_of(TASK, base)
     missing = [key for key, file in files.items() if not file.exists()]
@@ -165,8 +175,9 @@ def at(
     rate: float,
 ) -> Found:
     """Args: responses of an epoch ago, with the same noise and with other noise."""
-    told = [(r.prompt_ids, r.seed, list(t.token_ids)) for r, t in zip(work.together, before, strict=True)]
-    TOLD.write_text(json.dumps(told))
+    for file, responses in ((TOLD, before), (TOLD_FRESH, fresh)):
+        told = [(r.prompt_ids, r.seed, list(t.token_ids)) for r, t in zip(work.together, responses, strict=True)]
+        file.write_text(json.dumps(told))
     speed: dict[str, dict[str, list[float]]] = {way: {"together": [], "alone": []} for way in WAYS}
     length: dict[str, dict[str, float]] = {way: {} for way in WAYS}
     texts: list[list[tuple[int, ...]]] = []
