@@ -29,7 +29,7 @@ from benchmarks.recycled_noise_runs import (
     all_runs,
     perform,
 )
-from benchmarks.recycled_noise_speed import ALONE, FRESH, PLAIN, TURNS, WAYS, Found, measure, measured
+from benchmarks.recycled_noise_speed import ALONE, PLAIN, TURNS, Found, measure, measured
 from benchmarks.results import RESULTS, Result, likely, markdown, publish
 from benchmarks.trained_models import CACHE
 from specactor.metrics import Value
@@ -86,6 +86,8 @@ def right_drafts(runs: Sequence[Lines]) -> str:
 
 def pm(values: Sequence[float]) -> str:
     """mean (smallest to largest)."""
+    if len(values) == 1:
+        return f"{values[0]:+.3f}"
     return f"{fmean(values):+.3f} ({min(values):+.3f} to {max(values):+.3f})"
 
 
@@ -137,7 +139,7 @@ def speeds(cells: Sequence[Found]) -> list[list[str]]:
             *(faster(found, way, place) for place in ("together", "alone")),
         ]
         for found in cells
-        for way in WAYS
+        for way in found.tokens_per_s
         if way != PLAIN
     ]
 
@@ -169,16 +171,18 @@ def verdict(costs: Sequence[Sequence[str]], cells: Sequence[Found]) -> str:
         return f"{min(values):.2f}-{max(values):.2f}"
 
     def speed(way: str, place: str) -> str:
-        return span([float(faster(found, way, place).partition(" ")[0]) for found in cells])
+        return span(
+            [float(faster(found, way, place).partition(" ")[0]) for found in cells if way in found.tokens_per_s]
+        )
 
-    worst = min(costs, key=lambda row: float(row[6].partition(" ")[0]) if row[6] != "-" else 0.0)
+    least = min(costs, key=lambda row: float(row[6].partition(" ")[0]) if row[6] != "-" else 0.0)
     return (
         f"One epoch later the last response has the right token at {span([found.right for found in cells])} of "
-        f"positions, with fresh noise at {span([found.fresh for found in cells])}. Drafts of `previous` make "
-        f"{speed('previous', 'together')} of the speed of plain decoding with 64 requests and "
-        f"{speed('previous', 'alone')} with one; `suffix` with fresh noise, which costs nothing, "
-        f"{speed(FRESH, 'together')} and {speed(FRESH, 'alone')}. Price in held-out accuracy, mean over a run: at "
-        f"worst {worst[6]} ({worst[0]}, noise of {worst[1]} visits, {worst[2]} seeds)."
+        f"positions, with fresh noise at {span([found.fresh for found in cells])}; `previous` then rolls out at "
+        f"{speed('previous', 'together')} of plain speed with 64 requests and {speed('previous', 'alone')} with one, "
+        f"`suffix` at {speed('suffix', 'together')} and {speed('suffix', 'alone')}. Held-out accuracy, mean over a "
+        f"run, differs from that with fresh noise by {least[6]} at worst ({least[0]}, noise of {least[1]} visits, "
+        f"seeds: {least[2]}{'' if int(least[2]) > 2 else ', too few to tell'})."
     )
 
 
@@ -193,16 +197,19 @@ def notes(cells: Sequence[Found]) -> str:
             "the group as they come. All drafters give the same tokens, which is checked.",
             markdown(SPEED, speeds(cells)),
             "## When to use it",
-            "Samples of a later visit are not independent of the weights: these have learned from what the same noise "
-            "gave at the visit before. Each visit by itself has the law of plain sampling only where noise is fresh, "
-            "so a gradient of a later visit is biased, as one of a data set that is seen again is; the noise is part "
-            "of what can be learned by heart. Nothing corrects that (importance sampling corrects another policy, not "
-            "noise that was seen). It is off by default (`rollout.noise_visits` 1).",
-            "Try it where rollouts take most of the time, at low entropy or with few requests per engine, in runs of "
-            "several epochs, and compare learning curves with those of fresh noise. Without that price the drafter "
-            "`previous` speeds up evaluations (greedy, or with `eval.samples`: seeds are the same every time) and "
-            "requests that are begun again.",
-            "It finds what its own engine has generated: with N engines and shuffled data one response in N.",
+            "**Samples of a later visit depend on noise that the weights have already seen.** The weights have learned "
+            "from what the same noise gave at the visit before, so only the first of the visits that share it samples, "
+            "given the weights, from the policy. The gradient of the others is biased, and the noise is one more "
+            "thing that can be learned by heart. Importance sampling does not correct that: it corrects another "
+            "policy, not noise that was seen. So it is off (`rollout.noise_visits` 1), and with it on no claim of "
+            "this project about the law of samples holds beyond a first visit.",
+            "Try it in runs of several epochs whose rollouts take most of the time, with few requests per engine, and "
+            "compare with a curve of fresh noise. With many requests a verification of wrong drafts costs more than "
+            "it saves (mode `auto` then decodes plainly), and `suffix`, which knows the last responses too, gains "
+            "nearly as much from kept noise wherever texts stay equal for long. Without any price `previous` drafts "
+            "evaluations, whose seeds are the same every time, and requests that are begun again.",
+            "An engine drafts from what it generated itself: with N engines and shuffled data that is one response "
+            "in N.",
         ]
     )
 
