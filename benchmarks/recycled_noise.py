@@ -40,7 +40,7 @@ BASE = CACHE / NAME
 COLUMNS = ("task", "visits", "seed", "step", "held-out", "training", "entropy", "accept rate", "accept_length")
 PRICE = (
     *("task", "visits with equal noise", "seeds", "held-out before", "mean over the run", "after"),
-    *("mean over the run, less that of 1", "after, less that of 1", "right drafts in later visits"),
+    *("mean over the run, less that of 1", "training samples, likewise", "right drafts in later visits"),
 )
 SPEED = (
     "learning rate",
@@ -101,11 +101,9 @@ def price(runs: Mapping[Run, Lines]) -> list[list[str]]:
             continue
         curves = {key: held_out(lines) for key, lines in own.items()}
         means = {key: fmean(curve[1:]) for key, curve in curves.items()}
+        sampled = {key: fmean(float(line["accuracy/train"]) for line in lines[1:]) for key, lines in own.items()}
         for visits in VISITS:
-            less = [
-                [of[visits, seed] - of[1, seed] for seed in seeds]
-                for of in (means, {key: curve[-1] for key, curve in curves.items()})
-            ]
+            less = [[of[visits, seed] - of[1, seed] for seed in seeds] for of in (means, sampled)]
             found.append(
                 [
                     *(task, str(visits), str(len(seeds)), f"{fmean(curves[visits, seed][0] for seed in seeds):.3f}"),

@@ -18,7 +18,7 @@ from specactor.run_folder import WARM_UPS, RunFolder
 TASKS = ("bits", "calculator")
 SEEDS = (0, 1, 2)
 VISITS = (1, 2, 4)
-LEARNING_RATES = {"bits": 2e-5, "calculator": 5e-5}
+LEARNING_RATES = {"bits": 2e-5, "calculator": 1.5e-5}
 """With which most of the gain comes after the first epoch: only then is noise seen again."""
 PROBLEMS, PER_STEP, GROUP_SIZE, STEPS = 64, 8, 8, 64
 EPOCH = PROBLEMS // PER_STEP  # steps

@@ -28,7 +28,9 @@ def test_a_token_is_right_at_its_own_position() -> None:
 
 
 def lines(*accuracies: float, **further: Value) -> list[dict[str, Value]]:
-    found: list[dict[str, Value]] = [{"step": step, **further} for step in range(STEPS + 1)]
+    found: list[dict[str, Value]] = [
+        {"step": step, "accuracy/train": accuracies[-1], **further} for step in range(STEPS + 1)
+    ]
     for place, accuracy in enumerate(accuracies):
         found[2 * EPOCH * place]["accuracy/eval"] = accuracy
     return found
@@ -40,13 +42,14 @@ def run(visits: int, seed: int, *, drafts: bool = True) -> Run:
 
 def test_prices_are_of_equal_seeds() -> None:
     drafted: dict[str, Value] = {"speculation/previous/drafted": 10, "speculation/previous/accepted": 8}
-    runs = {run(v, 0): lines(0.5, 0.6, 0.7, 0.8, 0.9 - v / 100, **drafted) for v in (1, 2, 4)}
-    runs |= {run(v, 1): lines(0.5, 0.6, 0.7, 0.8, 0.8 - v / 20) for v in (1, 2, 4)}
+    runs = {run(v, 0): lines(0.5, 0.6, 0.7, 0.8, 0.9 - v / 50, **drafted) for v in (1, 2, 4)}
+    runs |= {run(v, 1): lines(0.5, 0.6, 0.7, 0.8, 0.8 - v / 10) for v in (1, 2, 4)}
     runs[run(1, 2)] = lines(0.5, 0.0, 0.0, 0.0, 0.0)  # the others of its seed are missing
     found = price(runs)
     assert [row[:4] for row in found] == [["bits", v, "2", "0.500"] for v in ("1", "2", "4")]
-    assert [row[5] for row in found] == ["0.820", "0.790", "0.730"]
-    assert [row[7] for row in found] == ["-", "-0.030 (-0.050 to -0.010)", "-0.090 (-0.150 to -0.030)"]
+    assert [row[5] for row in found] == ["0.790", "0.730", "0.610"]
+    assert [row[6] for row in found] == ["-", "-0.015 (-0.025 to -0.005)", "-0.045 (-0.075 to -0.015)"]
+    assert [row[7] for row in found] == ["-", "-0.060 (-0.100 to -0.020)", "-0.180 (-0.300 to -0.060)"]
     assert {row[8] for row in found} == {"0.80"}
 
 
