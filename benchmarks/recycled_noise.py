@@ -155,7 +155,9 @@ def page(runs: Mapping[Run, Lines], cells: Sequence[Found], pairs: int) -> Resul
             f"{', '.join(f'{rate:g}' for rate in LEARNING_RATES.values())}. Held-out accuracy is greedy, of 256 "
             "problems, after every second epoch; differences are those of equal seeds, mean (smallest to largest). "
             f"*Right drafts*: accepted of all that were drafted. {pairs} run{'s' * (pairs > 1)} made again without "
-            "drafts had the same rewards, losses, accuracies and entropies in every step."
+            "drafts had the same rewards, losses, accuracies and entropies in every step. Whole so far: "
+            f"{sum(run.drafts for run in runs)} of {sum(run.drafts for run in all_runs())} curves; `python -m "
+            f"benchmarks.{NAME}` goes on with what is missing."
         ),
         columns=COLUMNS,
         rows=rows(runs),
@@ -192,7 +194,8 @@ def notes(cells: Sequence[Found]) -> str:
             f"the policy before. 64 requests of a step at once, or {ALONE} of them one after the other; tokens per "
             f"second of processor time over plain decoding in the same turn, {TURNS} turns, median (95 % interval). "
             "*Right*: tokens that stood at their positions an epoch ago; `suffix` has the same responses, and those of "
-            "the group as they come. All drafters give the same tokens, which is checked.",
+            "the group as they come. All drafters give the same tokens, which is checked. The machine was busy with "
+            "other work, so intervals are wide.",
             markdown(SPEED, speeds(cells)),
             "## When to use it",
             "**Samples of a later visit depend on noise that the weights have already seen.** The weights have learned "
