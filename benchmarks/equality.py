@@ -34,7 +34,7 @@ MAX_WINDOW = 16
 WINDOWS = (1, 2, 4, 8, 16)
 TEMPERATURES = (0.0, 0.6, 1.0, 1.3)
 FILTERS: tuple[dict[str, float | int], ...] = ({}, {"top_k": 7, "top_p": 0.9})
-DRAFTERS = ("suffix", "model")
+DRAFTERS = ("suffix", "previous", "model")
 COLUMNS = (
     "Target",
     "TP",

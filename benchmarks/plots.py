@@ -396,6 +396,21 @@ def owned(axes: Axes, rows: Sequence[Row]) -> None:
     axes.legend(frameon=False)
 
 
+def recycled(axes: Axes, rows: Sequence[Row]) -> None:
+    """Held-out accuracy by step, means over seeds: a colour per number of visits, a line style per task."""
+    tasks, kinds = dict.fromkeys(column(rows, "task")), dict.fromkeys(column(rows, "visits"))
+    for task, style in zip(tasks, ("-", "--"), strict=False):
+        for visits, colour in zip(kinds, COLOURS, strict=False):
+            by_step = defaultdict(list)
+            for row in rows:
+                if (row["task"], row["visits"]) == (task, visits) and numbers(row["held-out"]):
+                    by_step[int(row["step"])].append(number(row["held-out"]))
+            means = [sum(values) / len(values) for values in by_step.values()]
+            axes.plot([*by_step], means, style, color=colour, label=f"{task}, {visits} visits")
+    axes.set(xlabel="step", ylabel="held-out accuracy")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+
+
 PLOTS = {
     "speculation_speed": Plot(cells_of_auto, "Speed over plain SGLang, every cell", 3.6),
     "paper_plans": Plot(plans, "Gains of decoupled plans beside coupled ones", 3.4),
@@ -422,6 +437,7 @@ PLOTS = {
     "keys_once": Plot(tiles, "Speed of tiles over rows"),
     "dead_drafter": Plot(dead, "Speed over plain decoding"),
     "two_hosts": Plot(two_hosts, "Seconds of a step by link and phase", 2.2),
+    "recycled_noise": Plot(recycled, "Held-out accuracy by the visits that share noise, means over seeds"),
     "quickstart_speed": Plot(warmed_up, "Rollout speed over plain", 1.8),
 }
 """By page, of which one may not have been measured yet."""

@@ -25,6 +25,13 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DrawnProblem(Problem):
+    """A problem of a step."""
+
+    epoch: int  # in which it was drawn, from 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling of a request. The defaults leave the distribution whole. Biases are applied first, then the temperature,
     then top-k and top-p together."""

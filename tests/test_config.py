@@ -11,7 +11,7 @@ from benchmarks.measure import measure_settings
 from specactor.errors import ConfigError
 from specactor.recipes import load
 
-SETTINGS = 95
+SETTINGS = 96
 """Settings of a run, as `make measure` counts them."""
 WRONG: list[tuple[str, str]] = [
     *(
@@ -99,9 +99,9 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--rollout.speculation.drafters suffix EAGLE3 nextn",
-        "rollout.speculation.drafters: got ['EAGLE3', 'nextn'], expected suffix, mtp, model, decoupled, "
-        "or package.module:Class. SGLang's own speculation does not keep the text: on a GPU it accepts drafts by coins "
-        "that plain decoding does not toss, on a CPU it takes the likeliest token at any temperature. A draft model, "
+        "rollout.speculation.drafters: got ['EAGLE3', 'nextn'], expected suffix, previous, mtp, model, "
+        "decoupled, or package.module:Class. SGLang's own speculation does not keep the text: on a GPU it accepts "
+        "drafts by coins that plain decoding does not toss, on a CPU it takes the likeliest token at any temperature. A draft model, "
         "or an EAGLE-3 head, is used with the drafter model.",
     ),
     (

@@ -122,6 +122,9 @@ class RolloutConfig:
     """Longest response in tokens; of a conversation with an environment, all turns and what is said in between."""
     environment_timeout_s: float = 60.0
     """Longest that an environment or a verifier may take for one answer; then its response has failed."""
+    noise_visits: int = 1
+    """Visits of a problem, one per epoch of its set, in which a sample keeps its noise; 1: none does. With more, the
+    drafter ``previous`` is right more often, and samples depend on noise that the weights have learned from."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     audit: Literal["off", "warn", "stop"] = "off"
@@ -164,6 +167,7 @@ class RolloutConfig:
         rule(
             "stop_token_ids", min(self.stop_token_ids, default=0) >= 0, ">= 0 each", "Use ids of the model's tokenizer."
         )
+        rule("noise_visits", self.noise_visits >= 1, ">= 1", "Use 1 for fresh noise at every visit.")
         rule("max_new_tokens", self.max_new_tokens >= 1, ">= 1", "Ask for at least one token.")
         rule(
             "environment_timeout_s",

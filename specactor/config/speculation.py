@@ -13,7 +13,9 @@ from typing import Literal
 from specactor.config.rules import require, rules_of
 
 MAX_WINDOW = 16  # draft tokens per request and round
-DRAFTERS = "suffix, mtp, model, decoupled, or package.module:Class"  # what `rollout.speculation.drafters` may name
+DRAFTERS = (
+    "suffix, previous, mtp, model, decoupled, or package.module:Class"  # what `rollout.speculation.drafters` may name
+)
 WARM_UP, WARM_UP_HEAD = "warm-up", "warm-up-head"
 MADE_BY_WARM_UP = (WARM_UP, WARM_UP_HEAD)  # as `rollout.speculation.draft_model`: what the warm-up makes
 EAGLE3_HEAD = "LlamaForCausalLMEagle3"  # architecture in the config.json of heads, also published ones
@@ -53,9 +55,9 @@ class SpeculationConfig:
     of their own (parallel.drafters) have drafted ahead; auto: drafters, or off, whichever is predicted to be
     faster, request by request and round by round."""
     drafters: tuple[str, ...] = ("suffix",)
-    """Draft methods: suffix, mtp (the policy's own MTP layer), model, decoupled, or the import path of a class,
-    ``package.module:Name``. ``model:2`` and ``decoupled:2`` draft with the second of `draft_model`, and so on. Mode
-    decoupled puts decoupled before them where none is named."""
+    """Draft methods: suffix, previous, mtp (the policy's own MTP layer), model, decoupled, or the import path of a
+    class, ``package.module:Name``. ``model:2`` and ``decoupled:2`` draft with the second of `draft_model`, and so on.
+    Mode decoupled puts decoupled before them where none is named."""
     window: int | None = None
     """Draft tokens per request and round; None: chosen per request from its past acceptance and measured costs.
     With a number, mode auto chooses the drafter alone, and never decodes plainly."""

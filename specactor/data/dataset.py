@@ -27,8 +27,9 @@ from specactor.config import SourceConfig
 from specactor.config.rules import COMPACT
 from specactor.data import chat, verifiers
 from specactor.data.environment import environment_of
+from specactor.data.stream import Visit
 from specactor.errors import DataError
-from specactor.types import Problem
+from specactor.types import DrawnProblem, Problem
 
 COLUMNS = ("prompt", "answer", "verifier")
 MAX_LISTED = 5  # bad rows that one error lists; all are counted
@@ -59,6 +60,10 @@ class Dataset(Sequence[Problem]):
     def __getitem__(self, index: slice) -> tuple[Problem, ...]: ...
     def __getitem__(self, index: int | slice) -> Problem | tuple[Problem, ...]:
         return self._problems[index]
+
+    def drawn(self, visits: Iterable[Visit]) -> list[DrawnProblem]:
+        """Return the problems of these visits."""
+        return [DrawnProblem(**vars(self._problems[index]), epoch=epoch) for index, epoch in visits]
 
     def without(self, held_out: Dataset) -> Dataset:
         """The problems whose prompts are not among `held_out`, numbered anew. Raises DataError when none is left."""

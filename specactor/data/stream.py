@@ -11,12 +11,21 @@ import random
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from specactor.errors import CheckpointError, ConfigError
 
 
+class Visit(NamedTuple):
+    """A problem that was drawn, by its index."""
+
+    problem: int
+    epoch: int
+    """How often all problems of its set had been drawn before."""
+
+
 class PromptStream:
-    """Indices of problems, without end. Within an epoch none comes twice; one `take` may span several epochs."""
+    """Problems, without end. Within an epoch none comes twice; one `take` may span several epochs."""
 
     def __init__(self, dataset_len: int, seed: int, *, shuffle: bool = True) -> None:
         """Raise ConfigError when there is nothing to draw from."""
@@ -29,17 +38,17 @@ class PromptStream:
 
     @property
     def num_taken(self) -> int:
-        """Indices so far."""
+        """Problems so far."""
         return self._epoch * self.dataset_len + self._position
 
-    def take(self, num_indices: int) -> tuple[int, ...]:
-        taken: list[int] = []
-        while len(taken) < num_indices:
+    def take(self, count: int) -> tuple[Visit, ...]:
+        taken: list[Visit] = []
+        while len(taken) < count:
             if self._position == self.dataset_len:
                 self._move(epoch=self._epoch + 1, position=0)
-            part = self._order[self._position : self._position + num_indices - len(taken)]
+            part = self._order[self._position : self._position + count - len(taken)]
             self._position += len(part)
-            taken += part
+            taken += [Visit(index, self._epoch) for index in part]
         return tuple(taken)
 
     def state(self) -> dict[str, int]:
@@ -87,16 +96,16 @@ class PromptStream:
 
 
 class MixedStream:
-    """Indices of problems of several sets, one set behind the other; every next one is of the set that is farthest
-    behind its weight, so that shares hold in every stretch, and each set has its own epochs."""
+    """Problems of several sets, whose indices are one set's behind the other's; every next one is of the set that is
+    farthest behind its weight, so that shares hold in every stretch, and each set has its own epochs."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffle: bool = True) -> None:
         self._streams = [PromptStream(size, seed + i, shuffle=shuffle) for i, size in enumerate(sizes)]
         self._offsets = [0, *accumulate(sizes)]
         self._weights = weights
 
-    def take(self, num_indices: int) -> tuple[int, ...]:
-        return tuple(self._next() for _ in range(num_indices))
+    def take(self, count: int) -> tuple[Visit, ...]:
+        return tuple(self._next() for _ in range(count))
 
     def state(self) -> dict[str, object]:
         return {"sets": [stream.state() for stream in self._streams]}
@@ -112,15 +121,16 @@ class MixedStream:
         for stream, of_set in zip(self._streams, sets, strict=True):
             stream.restore(of_set)
 
-    def _next(self) -> int:
+    def _next(self) -> Visit:
         after = [(stream.num_taken + 1) / weight for stream, weight in zip(self._streams, self._weights, strict=True)]
         chosen = after.index(min(after))
-        return self._offsets[chosen] + self._streams[chosen].take(1)[0]
+        [(index, epoch)] = self._streams[chosen].take(1)
+        return Visit(self._offsets[chosen] + index, epoch)
 
 
 class CurriculumStream:
-    """Indices of another stream, without most of those that taught little when they were last tried: with success rate
-    p an index is taken with the chance 4 p (1 - p), at least `LEAST_CHANCE`; what was never tried is always taken.
+    """Problems of another stream, without most of those that taught little when they were last tried: with success rate
+    p a problem is taken with the chance 4 p (1 - p), at least `LEAST_CHANCE`; what was never tried is always taken.
 
     p is where a problem's mean score lies in the range of its set: 0..1, or wider where means lie outside of it, as
     those of environments may. The range is that of the means which the state has, so a resumed stream has it, too.
@@ -133,16 +143,17 @@ class CurriculumStream:
         self._looks = 0
         self._rates: dict[int, float] = {}
 
-    def take(self, num_indices: int) -> tuple[int, ...]:
-        taken: list[int] = []
+    def take(self, count: int) -> tuple[Visit, ...]:
+        taken: list[Visit] = []
         ranges = self._ranges()
-        while len(taken) < num_indices:
-            [index] = self._stream.take(1)
+        while len(taken) < count:
+            [visit] = self._stream.take(1)
+            index = visit.problem
             self._looks += 1
             low, high = ranges[bisect_right(self._ends, index)]
             rate = (self._rates[index] - low) / (high - low) if index in self._rates else 0.5
             if _hash(b"curriculum", self._seed, self._looks) < max(LEAST_CHANCE, 4 * rate * (1 - rate)) * 2**64:
-                taken.append(index)
+                taken.append(visit)
         return tuple(taken)
 
     def learn(self, index: int, mean: float) -> None:

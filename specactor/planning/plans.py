@@ -24,7 +24,7 @@ from specactor.rollout.speculation.costs import METHOD, CostTable, Grid
 from specactor.rollout.speculation.reconfiguration import DraftPlan, Mode
 from specactor.rollout.speculation.windows import OFF
 
-TEXT_DRAFTERS = ("suffix",)  # they look things up on the host, where the verifier is
+TEXT_DRAFTERS = ("suffix", "previous")  # they look things up on the host, where the verifier is
 
 
 @dataclass(frozen=True, kw_only=True)

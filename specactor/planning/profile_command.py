@@ -310,6 +310,8 @@ def measure_once(
     ):
         of_window = list(group)
         _configure(engine, config, mode="coupled", drafter=drafter or FILLER, window=window)
+        if drafter == "previous":  # it knows nothing but what the same seeds gave before
+            engine.generate(requests_of(config, of_window[-1].requests, sizes, _response(drafter, window)))
         for cell in of_window:
             if is_late():
                 return None

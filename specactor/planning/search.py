@@ -16,6 +16,7 @@ from specactor.config import Config
 from specactor.errors import PlanError
 from specactor.planning.plans import (
     AHEAD,
+    TEXT_DRAFTERS,
     Cluster,
     DrafterEngine,
     DrafterOption,
@@ -258,7 +259,7 @@ def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config,
         speculation = replace(speculation, mode="off")
     elif "decoupled" not in modes and others:
         # Engines load the draft models that are named, so none are where only text is drafted from.
-        models = () if set(others) == {"suffix"} else speculation.draft_model
+        models = () if set(others) <= {*TEXT_DRAFTERS} else speculation.draft_model
         speculation = replace(speculation, drafters=others, draft_model=models)
     parallel = config.parallel
     if rollout.speculation.is_decoupled and not speculation.is_decoupled:

@@ -34,7 +34,7 @@ from specactor.rollout.speculation.counters import Counts, Figures, added, added
 from specactor.rollout.waiting import Waiting, held_back
 from specactor.trace import Span
 from specactor.trainer.advantages import informative, shape_overlong
-from specactor.types import Problem, RolloutRequest, ScoredGroup, Trajectory
+from specactor.types import DrawnProblem, Problem, RolloutRequest, ScoredGroup, Trajectory
 
 PHASES = ("rollout", "reward")
 OF_VERIFIER = re.compile(r"[^:]+: verifier \S+:")
@@ -135,7 +135,7 @@ class RolloutCollector:
 
     def _collect_all(self, step: int) -> list[ScoredGroup]:
         """Return the groups of the next problems."""
-        problems = [self.train_data[i] for i in self.prompts.take(self.config.rollout.prompts_per_step)]
+        problems = self.train_data.drawn(self.prompts.take(self.config.rollout.prompts_per_step))
         requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
         trajectories = self._generate_all(requests, problems)
         with self.progress.phase("reward"):
@@ -144,12 +144,12 @@ class RolloutCollector:
     def _collect_teaching(self, step: int) -> list[ScoredGroup]:
         """Return the groups that something is learned from; others are replaced while the rollout goes on."""
         rollout, want = self.config.rollout, self.config.rollout.prompts_per_step
-        begin, drawn = self.prompts.state(), list[Problem]()
+        begin, drawn = self.prompts.state(), list[DrawnProblem]()
         ahead = resume.num_in_flight(want, rollout.oversample)
         own = {engine.index for engine in self.pool.engines}
 
         def requests_of(number: int) -> list[RolloutRequest]:
-            drawn.extend(self.train_data[i] for i in self.prompts.take(number + 1 - len(drawn)))
+            drawn.extend(self.train_data.drawn(self.prompts.take(number + 1 - len(drawn))))
             earlier, own_problem = drawn[:number], [drawn[number]]
             return group_requests(own_problem, config=rollout, run_seed=self.config.seed, step=step, earlier=earlier)
 
@@ -170,7 +170,7 @@ class RolloutCollector:
         # What was drawn ahead and is not needed is drawn again in the next step.
         num_used = kept[-1] + 1 if len(kept) == want else refill.most
         self.prompts.restore(begin)
-        drawn[:] = [self.train_data[i] for i in self.prompts.take(num_used)]
+        drawn[:] = self.train_data.drawn(self.prompts.take(num_used))
         if isinstance(self.prompts, CurriculumStream):  # also of what nothing is learned from
             for number in range(num_used):
                 self.prompts.learn(drawn[number].index, refill.rates[number])
@@ -208,7 +208,7 @@ class RolloutCollector:
 
     def collect_again(self, step: int, alone: Sequence[str]) -> list[ScoredGroup]:
         """Return groups ("3") or responses ("3.1") of the step after `step` finished ones, each generated alone."""
-        problems = [self.train_data[i] for i in self.prompts.take(self.config.rollout.prompts_per_step)]
+        problems = self.train_data.drawn(self.prompts.take(self.config.rollout.prompts_per_step))
         requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
         found: list[ScoredGroup] = []
         for name in alone:
@@ -278,7 +278,7 @@ class RolloutCollector:
         """Return the groups that are complete first, of more than are wanted; drop the others, or keep them open."""
         rollout, want = self.config.rollout, self.config.rollout.prompts_per_step
         num_fresh = resume.num_in_flight(want, rollout.oversample) - len(self.open_groups)
-        problems = [self.train_data[i] for i in self.prompts.take(num_fresh)]
+        problems = self.train_data.drawn(self.prompts.take(num_fresh))
         requests = group_requests(problems, config=rollout, run_seed=self.config.seed, step=step)
         groups = resume.opened(self.open_groups, [problem.index for problem in problems], requests)
         own = {engine.index for engine in self.pool.engines}

@@ -1,7 +1,8 @@
 """Which responses to ask for, and which engine generates which. PURE: problems in, requests per engine out.
 
 A request's seed depends on the run, the step, the problem and the sample alone, so the same step asks for the same
-tokens again after a resume, on any number of engines. A problem that a step asks for again gets further samples.
+tokens again after a resume, on any number of engines. With `rollout.noise_visits` K > 1 it depends on the problem's
+epoch divided by K in place of the step. A problem that a step asks for again gets further samples.
 
 Requests of one group go to one engine, whose prefix cache then holds their prompt; engines differ by at most one
 group's work; the same input gives the same assignment.
@@ -14,19 +15,19 @@ from collections.abc import Iterable, Sequence
 from specactor.config import RolloutConfig
 from specactor.data.stream import request_seed
 from specactor.errors import EngineError
-from specactor.types import Problem, RolloutRequest, SamplingParams, Trajectory
+from specactor.types import DrawnProblem, Problem, RolloutRequest, SamplingParams, Trajectory
 
 HELD_OUT = -1
-"""Stands for a step in the seeds of held-out problems."""
+"""Stands for a step in the seeds of held-out problems; smaller numbers for K epochs each, where noise is kept."""
 
 
 def group_requests(
-    problems: Sequence[Problem],
+    problems: Sequence[DrawnProblem],
     *,
     config: RolloutConfig,
     run_seed: int,
     step: int,
-    earlier: Sequence[Problem] = (),
+    earlier: Sequence[DrawnProblem] = (),
 ) -> list[RolloutRequest]:
     """`config.group_size` requests per problem, group by group. Their ids begin with the number of finished steps.
 
@@ -41,7 +42,10 @@ def group_requests(
             prompt_ids=problem.prompt_ids,
             sampling=sampling,
             seed=request_seed(
-                run_seed, step, problem.index, sample + config.group_size * asked[:group].count(problem.index)
+                run_seed,
+                step if config.noise_visits == 1 else HELD_OUT - 1 - problem.epoch // config.noise_visits,
+                problem.index,
+                sample + config.group_size * asked[:group].count(problem.index),
             ),
             group_id=group,
         )

@@ -184,7 +184,7 @@ def test_folders_are_mixed_with_files(tmp_path: Path, tokenizer: PreTrainedToken
     sources = (config.train_source, *config.mixed_sources)
     data = Dataset.of([build_dataset(s, tokenizer, max_prompt_tokens=100) for s in sources])
     stream = MixedStream(data.sizes, [1.0, 0.5], 3)
-    taken = [data[i].prompt for i in stream.take(9)]
+    taken = [problem.prompt for problem in data.drawn(stream.take(9))]
     assert (data.sizes, taken.count("2+2="), len({*taken} - {"2+2="})) == ((5, 2), 3, 5)
 
 

@@ -186,7 +186,9 @@ def config(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Of a mixture of experts, with a small dense draft model."""
     recipe = load(["quickstart", "--model.path", model_dir])
     draft_model = make_dense(tmp_path_factory.mktemp("dense"), "num_hidden_layers=1")
-    speculation = replace(CONFIG.speculation, drafters=("suffix", "model", "decoupled"), draft_model=draft_model)
+    speculation = replace(
+        CONFIG.speculation, drafters=("suffix", "previous", "model", "decoupled"), draft_model=draft_model
+    )
     rollout = replace(CONFIG, speculation=speculation)
     return replace(recipe, rollout=rollout, output_dir=str(tmp_path_factory.mktemp("runs")))
 
@@ -223,6 +225,7 @@ def test_the_table_of_a_real_engine_is_whole(profiled: tuple[Path, str], config:
     assert table.verify.per_request == (1, 2, 3, 5)
     assert {name: grid.per_request for name, grid in table.drafters.items()} == {
         "suffix": (1, 2, 4),
+        "previous": (1, 2, 4),
         "model": (1, 2, 4),
     }
     assert table.plain_s(10) == table.verify_s(10, 10)

@@ -46,6 +46,10 @@ def _make(name: str, connect: Callable[[str], Drafter] | None) -> Drafter:
         from specactor.rollout.speculation.suffix import SuffixDrafter
 
         return SuffixDrafter()
+    if name == "previous":
+        from specactor.rollout.speculation.previous import PreviousDrafter
+
+        return PreviousDrafter()
     raise ConfigError.at(
         "rollout.speculation.drafters",
         name,
