@@ -11,7 +11,7 @@ from pathlib import Path
 
 import examples.calculator
 from benchmarks.trained_models import ROOT, task_recipe
-from specactor.config import Config, ParallelConfig, TinyModelConfig
+from specactor.config import Config, ParallelConfig
 from specactor.metrics import Value, read_metrics
 from specactor.run_folder import WARM_UPS, RunFolder
 
@@ -58,7 +58,7 @@ def _small(name: str, recipe: Config) -> Config:
     return replace(
         recipe,
         name=name,
-        model=replace(recipe.model, tiny=TinyModelConfig(num_layers=2)),
+        model=replace(recipe.model, path="tiny:2"),
         parallel=ParallelConfig(),
         rollout=replace(recipe.rollout, prompts_per_step=PER_STEP, group_size=GROUP_SIZE),
         train=replace(recipe.train, steps=STEPS, learning_rate=LEARNING_RATES.get(name, 2e-5)),

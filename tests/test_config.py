@@ -101,8 +101,8 @@ WRONG: list[tuple[str, str]] = [
         "--rollout.speculation.drafters suffix EAGLE3 nextn",
         "rollout.speculation.drafters: got ['EAGLE3', 'nextn'], expected suffix, previous, mtp, model, "
         "decoupled, or package.module:Class. SGLang's own speculation does not keep the text: on a GPU it accepts "
-        "drafts by coins that plain decoding does not toss, on a CPU it takes the likeliest token at any temperature. A draft model, "
-        "or an EAGLE-3 head, is used with the drafter model.",
+        "drafts by coins that plain decoding does not toss, on a CPU it takes the likeliest token at any temperature. "
+        "A draft model, or an EAGLE-3 head, is used with the drafter model.",
     ),
     (
         "--rollout.speculation.mode decoupled --parallel.drafters 1",
