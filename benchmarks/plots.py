@@ -336,6 +336,18 @@ def warmed_up(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlabel("rollout tokens/s over plain (red: the aim)")
 
 
+def head_training(axes: Axes, rows: Sequence[Row]) -> None:
+    """accept_length by fifth of the run: a colour per head, a line style per task."""
+    styles = dict(zip(dict.fromkeys(column(rows, "task")), ("-", "--", ":"), strict=False))
+    colours = dict(zip(dict.fromkeys(column(rows, "head")), (GREY, ENGINE, TRAINER), strict=False))
+    for row in rows:
+        lengths = [number(cell) for name, cell in row.items() if name.endswith(" fifth")]
+        label = f"{row['task']}, {row['head']}"
+        axes.plot(range(1, 6), lengths, styles[row["task"]], color=colours[row["head"]], label=label)
+    axes.set(xlabel="fifth of the run", ylabel="accept_length", xticks=range(1, 6))
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+
+
 def tiles(axes: Axes, rows: Sequence[Row]) -> None:
     """Times that tiles are faster than rows, over contexts."""
     for count, colour in zip(dict.fromkeys(column(rows, "rows")), COLOURS, strict=False):
@@ -438,6 +450,7 @@ PLOTS = {
     "dead_drafter": Plot(dead, "Speed over plain decoding"),
     "two_hosts": Plot(two_hosts, "Seconds of a step by link and phase", 2.2),
     "recycled_noise": Plot(recycled, "Held-out accuracy by the visits that share noise, means over seeds"),
+    "head_training": Plot(head_training, "accept_length of heads over a run", 3.0),
     "quickstart_speed": Plot(warmed_up, "Rollout speed over plain", 1.8),
 }
 """By page, of which one may not have been measured yet."""

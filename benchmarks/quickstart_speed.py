@@ -1,24 +1,39 @@
-"""Rollouts of the quickstart that draft with a model of the warm-up, beside plain ones: whole runs, in turns."""
+"""Rollouts of the quickstart that draft with a model of the warm-up, beside plain ones: whole runs, in turns.
+
+    python -m benchmarks.quickstart_speed [--steps N] [--turns N] [--contestants NAME ...]
+
+The policy after its warm-up is kept under .cache/benchmarks; draft models are made anew. With `--turns 0` nothing is
+measured.
+"""
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.drafter_refresh_runs import LENGTH, Run, differences, start
 from benchmarks.results import Result, likely, publish
+from benchmarks.trained_models import CACHE
+from specactor.run_folder import WARM_UPS
 
 PLAIN = "plain"
-DRAFTING = ("--rollout.speculation.drafters", "model", "--rollout.speculation.draft-model", "warm-up")
+COUPLED = ("--rollout.speculation.drafters", "model", "--rollout.speculation.mode", "coupled")
+LAYER = (*COUPLED, "--rollout.speculation.draft-model", "warm-up", "--rollout.speculation.window", "4")
+HEAD = (*COUPLED, "--rollout.speculation.draft-model", "warm-up-head", "--rollout.speculation.window", "4")
 CONTESTANTS: dict[str, tuple[str, ...]] = {
     PLAIN: (),
-    "coupled, window 4": (*DRAFTING, "--rollout.speculation.mode", "coupled", "--rollout.speculation.window", "4"),
-    "coupled": (*DRAFTING, "--rollout.speculation.mode", "coupled"),
-    "auto": (*DRAFTING, "--rollout.speculation.mode", "auto"),
+    "layer": LAYER,
+    "head": HEAD,
+    "head, auto": (*HEAD[:-2], "--rollout.speculation.mode", "auto"),
+    "head that learns": (*HEAD, "--distillation.refresh", "0.03"),
 }
 """Name -> settings beside the recipe's."""
+MEASURED = (PLAIN, "layer", "head")
+"""Unless others are asked for."""
+POLICY = CACHE / "quickstart-policy"
 AIM = 1.2
 
 
@@ -27,12 +42,12 @@ def speed(run: Run) -> float:
     return run.total("rollout/tokens") / run.total("time/rollout_s")
 
 
-def table(runs: Mapping[str, Sequence[Run]], *, steps: int, draft_s: float) -> Result:
+def table(runs: Mapping[str, Sequence[Run]], *, steps: int, made_s: Mapping[str, float]) -> Result:
     """Return the page.
 
     Args:
         runs: of each contestant, one per turn.
-        draft_s: seconds that the first start took to make the draft model.
+        made_s: seconds that the warm-up of its draft model took.
     """
     rows = []
     reached = []
@@ -47,6 +62,7 @@ def table(runs: Mapping[str, Sequence[Run]], *, steps: int, draft_s: float) -> R
                 likely(ratios),
                 f"{sum(lengths) / len(lengths):.2f}" if lengths else "-",
                 f"{drafted:.2f}" if lengths else "-",
+                f"{made_s[name]:.0f}" if name in made_s else "-",
             ]
         )
         reached += [f"{name} {likely(ratios)}"] if name != PLAIN else []
@@ -56,33 +72,47 @@ def table(runs: Mapping[str, Sequence[Run]], *, steps: int, draft_s: float) -> R
         title="The quickstart with a draft model of the warm-up",
         verdict=f"Speed over plain, with a 95 % interval of the median: {', '.join(reached)} (aim: {AIM}). {same}",
         intro=f"{steps} steps of the quickstart per run, contestants in turns, {len(runs[PLAIN])} times. Tokens/s are "
-        "those of rollouts. The draft model is that of `--rollout.speculation.draft-model warm-up`: one layer of the "
-        "warmed-up policy, trained on the worked solutions. "
-        f"Making it took {draft_s:.0f} s.",
-        columns=("contestant", "rollout tokens/s", "over plain", "accept_length", "share of rounds with drafts"),
+        "those of rollouts. Draft models are made by the warm-up from the worked solutions: one layer of the policy "
+        "(`--rollout.speculation.draft-model warm-up`), or an EAGLE-3 head (`warm-up-head`). Window 4.",
+        columns=(
+            "contestant",
+            "rollout tokens/s",
+            "over plain",
+            "accept_length",
+            "share of rounds with drafts",
+            "s to make",
+        ),
         rows=rows,
     )
 
 
+def one(name: str, folder: Path, steps: int) -> Run:
+    """Run a contestant. Its warm-up is found, or made, beside the folder."""
+    start(folder, [*CONTESTANTS[name], "--eval.problems", "0", "--train.steps", str(steps)])
+    return Run.read(name, folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(MEASURED))
     options = parser.parse_args()
-    runs: dict[str, list[Run]] = {name: [] for name in CONTESTANTS}
+    names = list(dict.fromkeys([PLAIN, *options.contestants]))
+    runs: dict[str, list[Run]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="quickstart-speed-") as temporary:
-
-        def one(name: str, root: Path, *more: str) -> Run:
-            start(root, [*CONTESTANTS[name], "--eval.problems", "0", "--train.steps", str(options.steps), *more])
-            return Run.read(name, root)
-
-        one(PLAIN, Path(temporary) / "policy", "--train.steps", "1")  # the warm-up of the policy
-        draft_s = one("coupled", Path(temporary) / "draft", "--train.steps", "1").total("time/warm-up_s")
+        place = Path(temporary)
+        if POLICY.exists():
+            shutil.copytree(POLICY, place / WARM_UPS)
+        one(PLAIN, place / "policy", 1)
+        shutil.copytree(place / WARM_UPS, POLICY, dirs_exist_ok=True)
+        if not options.turns:
+            return
+        made_s = {name: one(name, place / f"make-{i}", 1).total("time/warm-up_s") for i, name in enumerate(names) if i}
         for turn in range(options.turns):
-            names = list(CONTESTANTS) if turn % 2 == 0 else list(CONTESTANTS)[::-1]
-            for name in names:
-                runs[name].append(one(name, Path(temporary) / f"{turn}-{name.replace(', ', '-').replace(' ', '-')}"))
-    publish("quickstart_speed", table(runs, steps=options.steps, draft_s=draft_s))
+            for i, name in list(enumerate(names))[:: 1 if turn % 2 == 0 else -1]:
+                runs[name].append(one(name, place / f"run-{turn}-{i}", options.steps))
+    publish("quickstart_speed", table(runs, steps=options.steps, made_s=made_s))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ BENCHMARKS = {
     "drafter_kinds": "what draft tokens of small models and of text drafters cost, and what learning them takes",
     "drafter_refresh": "accept_length of a draft model that stays fresh, beside a frozen one",
     "heads": "an EAGLE-3 head beside a draft model of one layer: acceptance, and the cost of a drafted token",
+    "head_training": "accept_length of a head that learns with the policy, beside a frozen one, and another loss",
     "quickstart_speed": "rollouts of the quickstart with a draft model of the warm-up, beside plain ones",
     "two_hosts": "seconds and bytes per phase of an RL step on two hosts, over several links (needs root)",
     "speculation_speed": "tokens per second of plain SGLang, its own speculation, and ours",

@@ -14,8 +14,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from specactor.config import Config, DraftTrainingConfig
@@ -24,12 +26,12 @@ from specactor.config.train import linear_decay
 from specactor.data.dataset import Dataset
 from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError
-from specactor.parallel.collective import Collective
+from specactor.parallel.collective import Collective, control_group
 from specactor.parallel.layout import Layout
 from specactor.progress import Progress
 from specactor.run_folder import WARM_UPS
 from specactor.trainer.drafter import init
-from specactor.trainer.drafter.buffer import example_from
+from specactor.trainer.drafter.buffer import TrainingExample, example_from
 from specactor.trainer.drafter.command import learn
 from specactor.trainer.drafter.head import Eagle3Start
 from specactor.trainer.drafter.train import RefreshStats
@@ -43,10 +45,13 @@ BATCH_SIZE = 32
 """Worked solutions per step."""
 DRAFT_BATCHES = 64
 """Of `BATCH_SIZE` worked solutions: what a draft model of the warm-up learns from."""
-DRAFT_UPDATES = 250
+DRAFT_UPDATES, HEAD_UPDATES = 250, 400
+"""Of a layer, which begins with what it has from the policy, and of a head."""
+HEAD_LEARNING_RATE = 3e-3
+HEAD_TOP_K = 128  # of a tiny vocabulary all
 DRAFT_TOKENS = 2048
 """Per update. docs/results/quickstart_speed.md has what a draft model is worth that learned so."""
-DRAFT_LIMIT_S = 40.0
+DRAFT_LIMIT_S = 60.0
 """A machine that is too slow for all updates gets a draft model that has learned less."""
 
 
@@ -114,56 +119,74 @@ def with_draft_model(
 ) -> Config:
     """Return the config with the folder of a draft model where it asks for one of the warm-up's. Collective.
 
-    Rank 0 cuts a layer out of the policy, or makes a head for it, and trains it on worked solutions; one that is cached
-    is taken.
+    A layer is cut out of the policy, or a head made for it, and trained on worked solutions, by all ranks together; one
+    that is cached is taken.
     """
     rollout = config.rollout
-    if rollout.speculation.mode == "off" or rollout.speculation.first_draft_model not in MADE_BY_WARM_UP:
+    wanted = rollout.speculation.first_draft_model
+    if rollout.speculation.mode == "off" or wanted not in MADE_BY_WARM_UP:
         return config
-    learning = (
-        DRAFT_UPDATES,
-        DRAFT_BATCHES,
-        DRAFT_TOKENS,
-        asdict(DraftTrainingConfig.of(config.distillation)),
-        rollout.temperature,
-        *([WARM_UP_HEAD] if rollout.speculation.first_draft_model == WARM_UP_HEAD else []),
-    )
+    if wanted == WARM_UP_HEAD:  # it learns from the policy's own probabilities
+        settings, updates = DraftTrainingConfig(learning_rate=HEAD_LEARNING_RATE, top_k=HEAD_TOP_K), HEAD_UPDATES
+    else:  # these would take a pass over all examples, which lasts longer than learning from the samples
+        settings = DraftTrainingConfig(learning_rate=config.distillation.learning_rate, top_k=0)
+        updates = DRAFT_UPDATES
+    settings = replace(settings, tokens_per_update=DRAFT_TOKENS)
+    learning = (wanted, updates, DRAFT_BATCHES, asdict(settings), rollout.temperature, collective.world)
     folder = Path(config.output_dir, WARM_UPS) / f"draft-{_hash(_content(policy), config.seed, learning)}"
-
-    def make() -> None:
-        if collective.rank == 0 and not folder.exists():
-            learned = _distil(config, policy, problems, tokenizer, folder)
-            progress.note(f"it made {learned.updates} of {DRAFT_UPDATES} updates in {learned.seconds:.0f} s")
-
-    if not folder.exists():
+    if collective.any(not folder.exists()):
         progress.note(f"a draft model learns for {DRAFT_LIMIT_S:.0f} s at most")
-    collective.together("draft model", make)
+        examples = collective.together("worked solutions", lambda: _solved(config, problems, tokenizer))
+        stats = _distil(
+            policy, examples, settings, folder, collective, wanted=wanted, updates=updates, seed=config.seed
+        )
+        progress.note(f"it made {stats.updates} of {updates} updates in {stats.seconds:.0f} s")
     speculation = rollout.speculation.with_first(str(folder))
     return replace(config, rollout=replace(rollout, speculation=speculation))
 
 
-def _distil(
-    config: Config, policy: Path, problems: Dataset, tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> RefreshStats:
+def _solved(config: Config, problems: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[TrainingExample]:
+    """Return worked solutions of all stages: what the policy was shown first it falls back to as it learns."""
     solver, stages = find_solver(config.warmup.solver), len(config.warmup.steps)
-    # Of all stages: what the policy was shown first it falls back to as it learns.
     sequences = [
         sequence
         for step in range(DRAFT_BATCHES)
         for sequence in solved_batch(config, problems, solver, tokenizer, stage=step % stages, step=step)
     ]
-    examples = [example_from(s, None, version=0, temperature=config.rollout.temperature) for s in sequences]
-    # The policy's probabilities would take a pass over all of them, which lasts longer than learning from the samples.
-    settings = replace(DraftTrainingConfig.of(config.distillation), top_k=0, tokens_per_update=DRAFT_TOKENS)
+    return [example_from(s, None, version=0, temperature=config.rollout.temperature) for s in sequences]
+
+
+def _distil(
+    policy: Path,
+    examples: Sequence[TrainingExample],
+    settings: DraftTrainingConfig,
+    folder: Path,
+    collective: Collective,
+    *,
+    wanted: str,
+    updates: int,
+    seed: int,
+) -> RefreshStats:
+    """Make a draft model on all ranks, and write it on rank 0. Collective."""
     init.quiet()
     with tempfile.TemporaryDirectory() as place:
         start = Path(place) / "start"
-        is_head = config.rollout.speculation.first_draft_model == WARM_UP_HEAD
-        init.make_draft_model(policy, start, Eagle3Start() if is_head else init.TargetStart())
-        target = init.read_model(policy) if is_head else None
-        model = init.read_draft(start, target)
-        stats = learn(target, model, examples, settings, seed=config.seed, limit_s=DRAFT_LIMIT_S, updates=DRAFT_UPDATES)
-        init.write_model(model, folder, tokenizer=start)
+
+        def make() -> tuple[Any, Any]:
+            init.make_draft_model(policy, start, Eagle3Start() if wanted == WARM_UP_HEAD else init.TargetStart())
+            target = init.read_model(policy) if wanted == WARM_UP_HEAD else None
+            return target, init.read_draft(start, target)
+
+        target, model = collective.together("draft model", make)
+        group = (control_group() or dist.group.WORLD) if collective.world > 1 else None
+        limit_s = DRAFT_LIMIT_S
+        stats = learn(target, model, examples, settings, seed=seed, limit_s=limit_s, updates=updates, group=group)
+
+        def write() -> None:
+            if collective.rank == 0 and not folder.exists():  # else another run has made the same meanwhile
+                init.write_model(model, folder, tokenizer=start)
+
+        collective.together("draft model", write)
     return stats
 
 

@@ -18,13 +18,13 @@ def test_speed_is_over_plain_of_the_same_turn() -> None:
     plain_s = (1.0, 2.0, 1.0, 2.0, 1.0, 2.0)
     runs = {name: [finished(name, seconds=s / 2, length=4.0) for s in plain_s] for name in CONTESTANTS}
     runs[PLAIN] = [finished(PLAIN, seconds=s) for s in plain_s]
-    page = table(runs, steps=1, draft_s=30.0)
+    page = table(runs, steps=1, made_s={"head": 30.0})
     rows = {row[0]: row[1:] for row in page.rows}
-    assert rows[PLAIN][1:] == ["1.00 (1.00-1.00)", "-", "-"]
-    assert rows["auto"][1:] == ["2.00 (2.00-2.00)", "4.00", "0.50"]
-    assert "median: coupled, window 4 2.00 (2.00-2.00), coupled 2.00" in page.verdict
+    assert rows[PLAIN][1:] == ["1.00 (1.00-1.00)", "-", "-", "-"]
+    assert rows["head"][1:] == ["2.00 (2.00-2.00)", "4.00", "0.50", "30"]
+    assert "median: layer 2.00 (2.00-2.00), head 2.00" in page.verdict
     assert "All runs have the same responses" in page.verdict
 
-    runs["auto"][3] = replace(runs["auto"][3], tokens="other")
-    page = table(runs, steps=1, draft_s=1)
-    assert "DIFFERENT: auto: responses or rewards differ from those of plain." in page.verdict
+    runs["head"][3] = replace(runs["head"][3], tokens="other")
+    page = table(runs, steps=1, made_s={"head": 30.0})
+    assert "DIFFERENT: head: responses or rewards differ from those of plain." in page.verdict

@@ -25,14 +25,18 @@ from specactor.trainer.drafter.head import Eagle3Start
 class Alone:
     """The collective of a job of one rank."""
 
-    rank = 0
+    rank, world = 0, 1
+
+    def any(self, flag: bool) -> bool:
+        return flag
 
     def together(self, phase: str, work: Any) -> Any:
         return work()
 
 
 def main(root: Path, *wanted: str) -> None:
-    warmup.DRAFT_LIMIT_S, warmup.DRAFT_UPDATES, warmup.DRAFT_BATCHES = 600.0, 60, 8  # however busy the machine is
+    warmup.DRAFT_LIMIT_S, warmup.DRAFT_BATCHES = 600.0, 8  # however busy the machine is
+    warmup.DRAFT_UPDATES = warmup.HEAD_UPDATES = 60
     config = load(["quickstart", *wanted, "--output-dir", str(root)])
     assert config.model.tiny is not None
     policy, start = root / "policy", root / "start"

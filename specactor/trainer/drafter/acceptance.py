@@ -20,6 +20,7 @@ from torch import Tensor
 from specactor.trainer.drafter import head_training, losses
 from specactor.trainer.drafter.buffer import TopK, TrainingExample
 from specactor.trainer.drafter.head import Head
+from specactor.trainer.drafter.states import STATES
 from specactor.trainer.drafter.top_k import vocab_parallel_top_k
 
 CPU = torch.device("cpu")
@@ -108,21 +109,28 @@ def with_top_k(
     examples: Sequence[TrainingExample],
     *,
     top_k: int,
+    layers: Sequence[int] = (),
     tokens_per_pass: int = 4096,
     go_on: Callable[[], bool] = lambda: True,
 ) -> list[TrainingExample]:
-    """Return the examples, longest first, with the target's top-k. It ends when `go_on` is false between passes."""
+    """Return the examples, longest first, with the target's top-k, and with its hidden states after these layers, from
+    which a head learns. It ends when `go_on` is false between passes."""
     made = []
     for members, batch in _passes(examples, tokens_per_pass):
         if not go_on():
             break
-        logits_NV = target(input_ids=batch.tokens_BT, use_cache=False).logits.flatten(0, 1)[batch.row_N]
+        output = target(input_ids=batch.tokens_BT, use_cache=False, output_hidden_states=bool(layers))
+        logits_NV = output.logits.flatten(0, 1)[batch.row_N]
         scaled_NV = logits_NV / batch.temperatures_N[:, None]
-        ids_NK, logp_NK = vocab_parallel_top_k(scaled_NV, top_k, temperature=1.0, group=None)
+        most = min(top_k, scaled_NV.shape[1])
+        ids_NK, logp_NK = vocab_parallel_top_k(scaled_NV, most, temperature=1.0, group=None)
         sizes = [example.response_len for example in members]
-        for example, ids, logp in zip(members, torch.split(ids_NK, sizes), torch.split(logp_NK, sizes), strict=True):
+        rows = zip(members, torch.split(ids_NK, sizes), torch.split(logp_NK, sizes), strict=True)
+        for row, (example, ids, logp) in enumerate(rows):
             known = TopK(tokens=ids.numpy().astype(np.int32), logprobs=logp.numpy().astype(np.float16))
-            made.append(replace(example, top_k=known))
+            own = [output.hidden_states[layer + 1][row, : len(example.token_ids)] for layer in layers]
+            states = torch.cat(own, dim=-1).to(STATES) if own else None
+            made.append(replace(example, top_k=known, states=states))
     return made
 
 

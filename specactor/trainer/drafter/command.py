@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import tyro
 from rich.console import Console
 
@@ -25,7 +26,8 @@ from specactor.trainer.drafter import acceptance, init
 from specactor.trainer.drafter.buffer import TrainingExample, example_of, read_rollouts
 from specactor.trainer.drafter.head import Head
 from specactor.trainer.drafter.head_training import HeadTrainer
-from specactor.trainer.drafter.train import DrafterTrainer, RefreshStats
+from specactor.trainer.drafter.states import MAX_BYTES, STATES
+from specactor.trainer.drafter.train import Deadline, DrafterTrainer, RefreshStats
 
 PROG = "specactor drafter"
 HELD_OUT = 8  # of one set of rollouts `train` leaves out every 8th response, and `eval` takes just these
@@ -189,15 +191,22 @@ def learn(
     seed: int,
     limit_s: float,
     updates: int,
+    group: dist.ProcessGroup | None = None,
 ) -> RefreshStats:
-    """Distil the target into the model, in this process.
+    """Distil the target into the model, in this process or, with equal arguments, in all of `group`.
 
     `target` is not used where `settings.top_k` is 0 and the model is no head; `limit_s` includes its pass over the
     examples. With `updates` the learning rate falls to a hundredth over so many; 0: as many as fit, at one rate.
     """
-    head = isinstance(model, Head)
+    layers = model.layers_learned if isinstance(model, Head) else ()
+    # A pass of the target takes a third of a head's update. It is made once where its states fit as they do in a run.
+    num_tokens = min(settings.buffer_tokens, sum(len(example.token_ids) for example in examples))
+    num_bytes = num_tokens * len(layers) * model.config.hidden_size * STATES.itemsize
+    once = settings.top_k > 0 and num_bytes <= MAX_BYTES
     trainer = (
-        HeadTrainer(settings, model, seed=seed, target=target) if head else DrafterTrainer(settings, model, seed=seed)
+        HeadTrainer(settings, model, seed=seed, group=group, target=None if once else target)
+        if isinstance(model, Head)
+        else DrafterTrainer(settings, model, seed=seed, group=group)
     )
     trainer.buffer.add(examples)
     if not len(trainer.buffer):
@@ -208,13 +217,14 @@ def learn(
             "more tokens than the shortest prompt",
             "Raise both to the tokens of a prompt with its response.",
         )
-    began_s = time.perf_counter()
-    if settings.top_k and not head:  # of what fits the buffer alone
+    deadline = Deadline(time.perf_counter, limit_s, expected_s=0.0, group=group, device=trainer.device)
+    if once:  # of what fits the buffer alone
         examples_with_top_k = acceptance.with_top_k(
             target,
             trainer.buffer.take(),
             top_k=settings.top_k,
-            go_on=lambda: time.perf_counter() - began_s < limit_s,
+            layers=layers,
+            go_on=lambda: not deadline.is_over(),
         )
         trainer.buffer.add(examples_with_top_k)
 
@@ -223,7 +233,7 @@ def learn(
         return settings.learning_rate * rise * max(0.01, 1 - update / updates)
 
     return trainer.refresh(
-        limit_s=limit_s - (time.perf_counter() - began_s),
+        limit_s=limit_s - deadline.elapsed_s(),
         clock=time.perf_counter,
         max_updates=updates,
         rate_of=falling if updates else None,

@@ -15,8 +15,8 @@ from specactor.config import DraftTrainingConfig, EngineConfig
 from specactor.rollout import warm_starter
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.trainer.drafter import command, init
+from specactor.trainer.drafter.buffer import RolloutLine, example_of, write_rollouts
 from specactor.trainer.drafter.head import Eagle3Start
-from specactor.trainer.drafter.rollout_files import RolloutLine, example_of, write_rollouts
 from specactor.types import RolloutRequest
 from tests.rollout.conftest import request
 from tests.rollout.sglang import eagle3_host as host

@@ -16,7 +16,9 @@ from specactor.planning.memory import named_shape
 from specactor.trainer.drafter import acceptance, command, head, head_training, init, losses
 from specactor.trainer.drafter.buffer import RolloutLine, example_of, write_rollouts
 from specactor.trainer.drafter.train import DrafterTrainer
+from tests.trainer.drafter import learn_rank
 from tests.trainer.drafter.cases import VOCAB
+from tests.trainer.drafter.ranks import run_ranks
 from tests.trainer.drafter.reference_head import ReferenceHead
 from tests.trainer.drafter.test_command import said, sampled
 
@@ -195,6 +197,37 @@ def test_its_loss_is_the_distance_from_the_target(targets: dict[str, Path], roll
     assert loss.item() == pytest.approx(expected, rel=1e-4)
     assert float(sums[1]) == pytest.approx(first, rel=1e-4)
     assert sums[3:].tolist() == [sum(e.response_len - 1 for e in examples), sum(e.response_len for e in examples)]
+
+
+def test_states_that_were_computed_once_teach_as_the_target_beside_it(
+    targets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = init.read_model(targets["moe"])
+    settings = DraftTrainingConfig(top_k=target.config.vocab_size, tokens_per_update=8192, learning_rate=1e-2)
+    examples = [replace(example_of(line), temperature=0.7) for line in sampled(targets["moe"], 8)]
+
+    def learned() -> list[float]:
+        model = init.read_draft(folder, target)
+        return list(command.learn(target, model, examples, settings, seed=0, limit_s=1e9, updates=6).losses)
+
+    folder = made(targets["moe"], tmp_path / "head")
+    once = learned()
+    monkeypatch.setattr(command, "MAX_BYTES", 0)
+    beside = learned()
+    assert beside[-1] < 0.9 * beside[0]
+    # states have three digits; a head that reads a layer too early begins further off
+    assert once == pytest.approx(beside, rel=3e-3)
+
+
+def test_two_ranks_make_the_head_that_one_makes(targets: dict[str, Path], rollouts: Path, tmp_path: Path) -> None:
+    files = (targets["moe"], made(targets["moe"], tmp_path / "head"), rollouts)
+    run_ranks("learn_rank", 2, tmp_path / "store", *files, tmp_path)
+    first, second = (json.loads((tmp_path / f"learned{rank}.json").read_text()) for rank in range(2))
+    losses_alone, micro_steps_alone = learn_rank.learned(*files)
+    assert first == second
+    assert first[0] == pytest.approx(losses_alone, rel=1e-4)
+    assert losses_alone[-1] < 0.99 * losses_alone[0], "it learns"
+    assert first[1] < micro_steps_alone, "they share the work"
 
 
 def test_by_depth_a_verify_ends_where_that_depth_disagrees() -> None:

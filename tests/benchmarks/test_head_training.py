@@ -1,0 +1,37 @@
+"""The page of heads that learn, from runs written by hand, and the loss that it compares."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.drafter_refresh_runs import LENGTH, Run
+from benchmarks.head_training import BITS, FROZEN, HEADS, table, total_variation
+
+
+def finished(name: str, length: float, tokens: str = "t") -> Run:
+    line = {LENGTH: length, "time/rollout_s": 1.0, "time/train_s": 0.98, "time/refresh_s": 0.02, "drafter/updates": 3}
+    lines = [{"step": step, **line} for step in range(1, 11)]
+    return Run(name=name, lines=lines, tokens=tokens, facts=[{"step": 1, "policy/loss": 0.25}])
+
+
+def test_heads_of_a_task_by_fifth_and_what_learning_takes() -> None:
+    page = table({BITS: [finished(name, 3.0 + i) for i, name in enumerate(HEADS)]}, steps=10)
+    frozen, kl, _ = page.rows
+    assert frozen == [BITS, FROZEN, *["3.00"] * 5, "-", "-"]
+    assert kl == [BITS, "KL", *["4.00"] * 5, "3.0", "1.0 %"]
+    assert "frozen 3.00, KL 4.00, total variation 5.00" in page.verdict
+    assert "same responses" in page.intro
+    page = table({BITS: [finished(FROZEN, 3.0), finished("KL", 4.0, "other")]}, steps=10)
+    assert "DIFFERENT: ['count_bits: KL: responses or rewards differ" in page.intro
+
+
+def test_total_variation_is_half_the_sum_of_differences_and_has_its_gradient() -> None:
+    chance = torch.Generator().manual_seed(0)
+    logits, policy = torch.randn(2, 6, 9, generator=chance, dtype=torch.float64)
+    logits.requires_grad_()
+    logp, tokens = policy.log_softmax(1).sort(descending=True)
+    loss = total_variation(logits.log_softmax(1), tokens, logp)
+    wanted = (logits.softmax(1) - policy.softmax(1)).abs().sum(1) / 2
+    torch.testing.assert_close(loss, wanted, atol=1e-6, rtol=0)
+    [own], [expected] = (torch.autograd.grad(value.sum(), [logits], retain_graph=True) for value in (loss, wanted))
+    torch.testing.assert_close(own, expected, atol=1e-6, rtol=0)
