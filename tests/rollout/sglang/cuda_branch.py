@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lib import hopper
-from tests.lib.wheel_names import asked, within
+from tests.lib.wheel_names import asked, statements, within
 
 OURS = Path(__file__).parents[3] / "specactor"
 FILES = [path for path in (OURS / "rollout/sglang").glob("*.py") if path.stem != "kernels"]
@@ -32,6 +32,7 @@ MODULES = (
     "managers.tp_worker",
     "model_executor.runner.decode_cuda_graph_runner",
     "layers.attention.triton_backend",
+    "models.llama_eagle3",
     "models.qwen3",
     "models.qwen3_moe",
 )
@@ -108,7 +109,7 @@ def missing_overrides(trees: dict[str, ast.Module], texts: list[str]) -> set[str
 def foreign_names(trees: dict[str, ast.Module]) -> set[str]:
     """Return names that our files reach on objects of SGLang."""
     own = {name for path in OURS.rglob("*.py") for name in defined(ast.parse(path.read_text()))}
-    of_models = {"target_hidden_size"}  # of their configurations
+    of_models = {"eagle_config", "target_hidden_size"}  # of their configurations
     return {name for tree in trees.values() for name in attributes(tree)} - own - of_others(trees.values()) - of_models
 
 
@@ -134,17 +135,17 @@ def attributes(tree: ast.AST, *, inherited: bool = True) -> Iterator[str]:
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
-    """Yield each name that objects can have of this file: fields, methods, what is set on them."""
+    """Yield each name that objects of this file can have: methods, fields, what is set on them; no local variable."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
-        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                for part in ast.walk(target):
-                    if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
-                        yield part.attr
-                    elif isinstance(part, ast.Name):
-                        yield part.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        if isinstance(node, ast.ClassDef | ast.Module):
+            for part in statements(node.body):
+                if isinstance(part, ast.Assign | ast.AnnAssign):
+                    for target in part.targets if isinstance(part, ast.Assign) else [part.target]:
+                        yield from (name.id for name in ast.walk(target) if isinstance(name, ast.Name))
 
 
 def of_others(trees: Iterable[ast.Module]) -> set[str]:

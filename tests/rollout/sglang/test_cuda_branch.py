@@ -20,7 +20,7 @@ def test_every_name_that_we_use_is_in_sglangs_branch_for_cuda() -> None:
     assert "arch=90" in found["triton"]
     assert found["files"] > 500
     assert found["hooks"] == [11, 11], "registered, applied: SGLang only logs one that it does not find"
-    assert found["names"] > 90
+    assert found["names"] > 100
     assert found["missing"] == []
     assert found["after renaming"] == [
         "TritonAttnBackend.init_forward_metadata_out_graph",
@@ -34,13 +34,10 @@ def test_every_name_that_we_use_is_in_sglangs_branch_for_cuda() -> None:
 @pytest.mark.deep
 @pytest.mark.processes
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc: nvidia-cuda-nvcc, -crt, -nvvm and -cccl 13.0")
-@pytest.mark.parametrize(
-    "kernels", [("kvcache", "qknorm"), ("activation", "rmsnorm"), ("rope", "topk_softmax")], ids=str
-)
-def test_kernels_that_sglang_makes_itself_compile_for_a_hopper(kernels: tuple[str, ...]) -> None:
+def test_kernels_that_sglang_makes_itself_compile_for_a_hopper() -> None:
     """By its own loader, as for Qwen3 in bfloat16, and the libraries can be loaded."""
-    found = told("jit_kernels", *kernels)
-    assert set(found) == set(kernels)
+    found = told("jit_kernels")
+    assert set(found) == {"kvcache", "qknorm"}
     for size, has_code, target in found.values():
         assert size > 10_000
         assert has_code
