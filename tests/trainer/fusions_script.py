@@ -60,7 +60,8 @@ def main() -> None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.moe import moe_utils
 
-    folder = Path(tempfile.mkdtemp())
+    holder = tempfile.TemporaryDirectory()  # which goes with the process
+    folder = Path(holder.name)
     bridges = {family: bridge_of(config, folder / family) for family, config in MODELS.items()}
     layers = {
         family: str(get_gpt_decoder_block_spec(bridge.config, use_transformer_engine=True).layer_specs[-1])
