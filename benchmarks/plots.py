@@ -336,6 +336,13 @@ def warmed_up(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlabel("rollout tokens/s over plain (red: the aim)")
 
 
+def launched_ahead(axes: Axes, rows: Sequence[Row]) -> None:
+    """Speed of plain decoding with overlap over that without."""
+    labels = [f"{row['requests']} requests, passes of {row['pass, ms']} ms" for row in rows]
+    dots(axes, labels, {"": column(rows, "with / without")}, line=1.0)
+    axes.set_xlabel("tokens/s with rounds launched ahead, over without")
+
+
 def head_training(axes: Axes, rows: Sequence[Row]) -> None:
     """accept_length by fifth of the run: a colour per head, a line style per task."""
     styles = dict(zip(dict.fromkeys(column(rows, "task")), ("-", "--", ":"), strict=False))
@@ -450,6 +457,7 @@ PLOTS = {
     "dead_drafter": Plot(dead, "Speed over plain decoding"),
     "two_hosts": Plot(two_hosts, "Seconds of a step by link and phase", 2.2),
     "recycled_noise": Plot(recycled, "Held-out accuracy by the visits that share noise, means over seeds"),
+    "overlap": Plot(launched_ahead, "Speed with plain rounds launched ahead", 1.8),
     "head_training": Plot(head_training, "accept_length of heads over a run", 3.0),
     "quickstart_speed": Plot(warmed_up, "Rollout speed over plain", 1.8),
 }

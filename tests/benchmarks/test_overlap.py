@@ -7,9 +7,11 @@ from pathlib import Path
 from benchmarks import overlap
 
 
-def test_the_verdict_names_every_batch() -> None:
-    said = overlap.verdict({8: [(0.96, 0.8)] * 3, 64: [(1.92, 1.92)] * 3})
-    assert "8 requests: 1.20 times, 1.7 ms per round; 64 requests: 1.00 times, 0.0 ms per round" in said
+def test_the_verdict_says_where_nothing_is_shown() -> None:
+    said = overlap.verdict({8: [(0.96, 0.8)] * 6, 64: [(1.92, 1.92)] * 6})
+    assert "1.20 (1.20-1.20) times with 8 requests; 1.00 (1.00-1.00) times with 64 requests" in said
+    assert said.endswith("intervals hold 1: 64.")
+    assert overlap.verdict({8: [(0.96, 0.8)] * 6}).endswith("All gain.")
 
 
 def test_a_small_run_writes_its_page(tmp_path: Path) -> None:
