@@ -137,7 +137,7 @@ def measure_settings() -> dict[str, float]:
         for setting, is_changed in changed_settings(load([name])).items():
             changed[setting] += is_changed
     for section in [name for name in changed if any(other.startswith(f"{name}.") for other in changed)]:
-        del changed[section]  # which some recipes have and others leave out, such as model.tiny
+        del changed[section]  # which some recipes have and others leave out
     unset = sum(not count for count in changed.values())
     return {"settings": len(changed), "settings that every recipe leaves at their default": unset}
 

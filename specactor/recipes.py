@@ -19,7 +19,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -30,7 +30,7 @@ import tyro
 # The one contact with a private name of tyro, whose version is pinned: its public interface can only print a box.
 from tyro import _errors as tyro_errors
 
-from specactor.config import Config
+from specactor.config import Config, TinyModelConfig
 from specactor.errors import ConfigError
 from specactor.parallel.failure import tell_launcher
 
@@ -151,10 +151,7 @@ def to_json(config: Config) -> dict[str, Any]:
 def from_json(plain: Mapping[str, Any]) -> Config:
     """The config that `to_json` was given. Raises ConfigError for unknown keys, wrong types and invalid settings."""
     plain = dict(json.loads(json.dumps(plain)))
-    for section, name in (("rollout.speculation", "draft_model"), ("data", "eval")):
-        found = _section(plain, section)
-        if isinstance(found.get(name), str):  # until there could be several
-            found[name] = list(filter(None, [found[name]]))
+    _rename(plain)
     _drop_removed(plain)
     try:
         config = _whole(msgspec.convert(plain, Config))
@@ -172,6 +169,30 @@ def _section(plain: dict[str, Any], path: str) -> dict[str, Any]:
         part = plain.get(name)
         plain = part if isinstance(part, dict) else {}
     return plain
+
+
+def _rename(plain: dict[str, Any]) -> None:
+    """Bring what runs of before have written under the names and in the form of today."""
+    for section, name in (("rollout.speculation", "draft_model"), ("data", "eval")):
+        found = _section(plain, section)
+        if isinstance(found.get(name), str):  # until there could be several
+            found[name] = list(filter(None, [found[name]]))
+    model, data, algorithm = (_section(plain, name) for name in ("model", "data", "algorithm"))
+    tiny, usual = model.get("tiny"), asdict(TinyModelConfig())
+    if isinstance(tiny, dict) and tiny == {**usual, "num_layers": tiny.get("num_layers")}:
+        model["path"] = "tiny" if model.pop("tiny") == usual else f"tiny:{tiny['num_layers']}"
+    if isinstance(algorithm.get("dynamic_sampling"), bool):
+        by = algorithm.pop("group_filter", "") or "unequal"
+        algorithm["dynamic_sampling"] = by if algorithm["dynamic_sampling"] else "off"
+    distillation = _section(plain, "distillation")
+    if isinstance(distillation.get("refresh"), str):
+        share = distillation.pop("max_time_share", 0.03)
+        distillation["refresh"] = float(share) if distillation["refresh"] != "off" else 0.0
+    if data.get("curriculum") is True or data.get("shuffle") is False:
+        data["order"] = "curriculum" if data.pop("curriculum", False) else "source"
+        data.pop("shuffle", None)
+    if isinstance(_section(plain, "eval").get("sets"), list):
+        data["eval"] = [*data.get("eval", []), *plain["eval"].pop("sets")]
 
 
 def _drop_removed(plain: dict[str, Any]) -> None:

@@ -86,6 +86,21 @@ def test_a_run_from_before_a_setting_left_can_be_read_unless_it_did_something(pa
         load(["quickstart", f"--{path.replace('_', '-')}", "1"])
 
 
+@pytest.mark.parametrize("name", ["dapo", "qwen3_8b", "calculator"])
+def test_a_run_of_before_settings_were_merged_can_be_read(name: str) -> None:
+    """Written by the version before."""
+    before = json.loads((Path(__file__).parent / "data" / "configs" / f"{name}.json").read_text())
+    path = before["model"]["path"]
+    assert from_json(before) == load([name, *(["--model.path", path] if path else [])])
+    before["algorithm"] |= {"dynamic_sampling": True, "group_filter": "mine:few"}
+    learns = before["distillation"]["refresh"] != "off"
+    before["distillation"]["max_time_share"] = 0.1 if learns else 0.03
+    before["data"]["shuffle"] = False
+    found = from_json(before)
+    assert (found.algorithm.dynamic_sampling, found.distillation.refresh) == ("mine:few", 0.1 if learns else 0.0)
+    assert found.data.order == "source"
+
+
 def test_a_run_with_one_held_out_file_can_be_read() -> None:
     assert from_json(written_before("data.eval", "held_out.jsonl")).data.eval == ("held_out.jsonl",)
 

@@ -49,7 +49,7 @@ class ModelShape:
             raise ConfigError.at(
                 "model.path",
                 str(model_dir),
-                "a folder with config.json",
+                "a folder with config.json, tiny, or tiny:LAYERS",
                 "Give the folder of a model in Hugging Face format.",
             )
         try:

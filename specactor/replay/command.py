@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from dataclasses import asdict
 from html import escape
 from pathlib import Path
 
+import msgspec
 import torch
 from rich import markup
 from rich.console import Console
@@ -23,7 +25,7 @@ from specactor.config import Config
 from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
 from specactor.errors import ConfigError, DataError
 from specactor.metrics import read_metrics
-from specactor.recipes import EXAMPLES, from_json, imports_of
+from specactor.recipes import EXAMPLES, from_json, imports_of, to_json
 from specactor.replay import records
 from specactor.replay.audit import noise_of
 from specactor.replay.compare import Finding, Noise, first_difference
@@ -229,7 +231,14 @@ def _say(a: Path, b: Path, console: Console, *, guarantee: str = "", out: Path |
 
 
 def _read(run: Path, steps: Sequence[int]) -> list[StepRecord]:
-    return [records.read(records.file_of(run, step)) for step in steps]
+    return [_of_today(records.read(records.file_of(run, step))) for step in steps]
+
+
+def _of_today(record: StepRecord) -> StepRecord:
+    """Return a record whose settings have today's names, where this version reads them."""
+    with contextlib.suppress(ConfigError):
+        return msgspec.structs.replace(record, config=to_json(from_json(record.config)))
+    return record
 
 
 def _print(found: Finding, console: Console) -> None:

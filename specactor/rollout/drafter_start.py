@@ -167,7 +167,7 @@ def check_in_engines(config: Config, policy: ModelShape) -> None:
         raise ConfigError.at(
             "rollout.speculation.drafters",
             MTP,
-            f"others, since {config.model.path or 'model.tiny'} has no MTP layer",
+            f"others, since {config.model.path} has no MTP layer",
             "Train a MiMo model, or make an EAGLE-3 head: specactor drafter init ... start:eagle3-start.",
         )
     models = [*speculation.in_engines.values()] if speculation.mode != "off" else []

@@ -252,11 +252,13 @@ class Session:
     def _check(self, body: Body) -> None:
         """Raises Refusal for what cannot be done."""
         own = self._request.sampling
-        ours = {"temperature": own.temperature, "top_p": own.top_p, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        ours = {"temperature": own.temperature, "top_p": own.top_p}
         others = [(name, getattr(body, name), value) for name, value in ours.items()] if own.temperature else []
+        penalties = [(name, getattr(body, name)) for name in ("presence_penalty", "frequency_penalty")]
         limits = [x for x in (body.max_tokens, body.max_completion_tokens) if x is not None]
         for name, value, ok, expected in (
             *((name, v, v is None or v == ours, f"{ours} as in the run, or nothing") for name, v, ours in others),
+            *((name, value, not value, "0: engines have no penalties") for name, value in penalties),
             ("messages", [], len(body.messages) > 0, "at least one"),
             ("n", body.n, body.n is None or 1 <= body.n <= 128, "1 to 128"),
             ("max_tokens", limits, min(limits, default=1) >= 1, "at least 1"),

@@ -107,8 +107,10 @@ class Decider:
         """Return the acceptance of any method; one that nobody has seen is believed to be as planned."""
         if method not in self.acceptance:
             first, second = [*self.survivals[method], 0.0][:2]  # acceptance a_1, and a_1 * a_2
-            believed = {"prior_rate": min(first, 0.99), "prior_decay": min(1.0, second / first**2)} if second else {}
-            self.acceptance[method] = AcceptanceModel(max_window=self.policy.max_window, **believed)
+            decay = min(1.0, max(0.01, second / max(first, 0.01) ** 2))
+            self.acceptance[method] = AcceptanceModel(
+                max_window=self.policy.max_window, prior_rate=min(max(first, 0.01), 0.99), prior_decay=decay
+            )
         return self.acceptance[method]
 
     def decide(self, sequences: Sequence[DraftSequence], served: float) -> Decision:

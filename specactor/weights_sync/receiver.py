@@ -28,7 +28,7 @@ from specactor.weights_sync.digest import Memory, copy_and_digest, digest_of
 from specactor.weights_sync.memory import Address, open_address, read_only, unregister
 from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Holding, PlanReply, Pull, PullReply, Round
 
-_MAX_VIEWS = 256  # mapped buckets that are kept: two per rank of the trainer on this host
+_MAX_VIEWS = 256  # mapped buckets and mirrors that are kept: two of each per rank of the trainer
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

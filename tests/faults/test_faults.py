@@ -27,8 +27,8 @@ from tests.lib.ranks import run_alone, torchrun
 STEPS = ("--train.steps", "3", "--resume", "auto", "--tracking.wandb", "off")
 LEARNING = (
     *("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model"),
-    *("--rollout.speculation.window", "2", "--distillation.refresh", "0.03"),
-    *("--distillation.max-updates", "24", "--distillation.max-time-share", "inf"),
+    *("--rollout.speculation.window", "2", "--distillation.refresh", "inf"),
+    *("--distillation.max-updates", "24"),
 )
 """So many updates always fit, so the draft model's losses are reproducible; and they last long enough to be struck."""
 RUN_S = 600.0

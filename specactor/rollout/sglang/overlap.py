@@ -33,6 +33,9 @@ class PlainRounds(Protocol):
     def end_plain_round(self, requests: int) -> None:
         """The tokens of a plain round of so many requests are on the host."""
 
+    def was_interrupted(self) -> None:
+        """What comes next does not follow the round before at once."""
+
 
 def install(plain_rounds: Callable[[Any], PlainRounds | None]) -> None:
     """Registers the hooks with SGLang's plugin registry; `plain_rounds` is of a scheduler, if its engine speculates.
@@ -85,6 +88,7 @@ class Loop:
         """What the scheduler was sent; all but new requests find no round under way."""
         if any(map(interrupts, messages)):
             self.finish()
+            self._worker.was_interrupted()
         self._take(messages)
 
     def step(self) -> Any:

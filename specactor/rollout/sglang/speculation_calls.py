@@ -53,10 +53,11 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
 
 def start_environment(spec: EngineSpec) -> dict[str, str]:
     """Return the environment of the processes of an engine that starts."""
+    extra = {name.replace("-", "_"): value for name, value in spec.config.extra_args.items()}
     return {
         SPECULATION: msgspec.json.encode(spec.speculation).decode(),
         DRAFTERS: msgspec.json.encode(spec.drafters).decode(),
-        overlap.VARIABLE: str(int(not spec.config.extra_args.get("disable_overlap_schedule", False))),
+        overlap.VARIABLE: str(int(not extra.get("disable_overlap_schedule", False))),
         "SGLANG_EAGER_INPUT_NO_COPY": "1",  # the buffers are made for one row per request
     }
 

@@ -127,7 +127,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._running: dict[str, _Running] = {}
         self._plain_left = 0
         """Rounds from now on that are plain; the same on all ranks."""
-        self.overlaps = os.environ.get(overlap.VARIABLE) != "0"
+        # On a CPU a round is over when it was launched, and there is nothing to hide.
+        self.overlaps = os.environ.get(overlap.VARIABLE) != "0" and server_args.device != "cpu"
         self.rounds = RoundTrace()
         self.speculator: Speculator | None = None
         """None: plain decoding."""
@@ -276,6 +277,10 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         if batch.input_ids is None:  # they are on the device where the round before is under way
             batch.input_ids = last_tokens(batch)
         return self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+
+    def was_interrupted(self) -> None:
+        """What comes next does not follow the round before at once."""
+        self._ended = None
 
     def end_plain_round(self, requests: int) -> None:
         """The tokens of a plain round of so many requests are on the host; the next may have been launched."""

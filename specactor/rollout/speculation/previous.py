@@ -41,7 +41,8 @@ class PreviousDrafter(Drafter):
         # Of a request that ends early (a turn of a conversation, a retracted one) what came next stays known.
         text = array("i", sequence.output_ids) + last[len(sequence.output_ids) :]
         self.num_tokens += len(text) - len(self._held.pop(_key(sequence), ()))
-        self._held[_key(sequence)] = text
+        if text:
+            self._held[_key(sequence)] = text
         while self.num_tokens > self._max_tokens:
             self.num_tokens -= len(self._held.pop(next(iter(self._held))))
 

@@ -78,7 +78,7 @@ def test_switched_in_the_middle(speculating: Engine) -> None:
         probe(speculating, "overlap_rounds", turns % 3 != 0)
         turns += 1
         thread.join(0.02)
-    assert turns > 4
+    assert turns > 1
     assert facts(answers) == expected
 
 

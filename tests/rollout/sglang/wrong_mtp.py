@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import inspection
 from specactor.rollout.sglang import rank_calls
 from specactor.rollout.sglang.head_runner import MtpRunner
 from specactor.rollout.sglang.model_drafter import ModelDrafter, MtpDrafter
+from specactor.weights_sync import inspection
 from tests.rollout.sglang import wrong_heads
 
 
