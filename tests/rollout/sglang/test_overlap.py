@@ -184,6 +184,7 @@ def test_rounds_are_traced_once(speculating: Engine) -> None:
 
 def test_an_engine_that_looks_at_the_ended_dies(make_spec: Callable[..., EngineSpec]) -> None:
     with running(make_spec(63, speculation=OFF)) as engine:
+        probe(engine, "overlap_rounds", True)
         probe(engine, "break_with", "looks_at_the_ended")
         with pytest.raises(EngineDied, match="allows freeing before alloc"):
             engine.generate(batch())
