@@ -13,7 +13,8 @@ CHECK = "weights.check"
 LOAD = "weights.load"
 """Rank call: check unless that was done, load into the model, read back. Payload: `Round`."""
 PLAN = "weights.plan"
-"""Rank call: learn from what was loaded for the open version how to pull the next. Payload: `Holding` of all ranks."""
+"""Rank call: learn from what was loaded for the open version how to pull the next. Payload: `Holding` of all ranks;
+then, if anything crosses between hosts, one of the mirrors."""
 PULL = "weights.pull"
 """Rank call: copy all parameters out of the trainer's memory, and digest what was copied. Payload: `Pull`."""
 COMMIT = "weights.commit"
@@ -51,6 +52,8 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[Address | None, ...]
     """None: of a memory that nothing on this host is taken from."""
     tensors: tuple[Held, ...]
+    planned: int = 0
+    """Key of the plan, already made, that these memories, without tensors, are added to."""
 
 
 class Pull(msgspec.Struct, frozen=True, kw_only=True):

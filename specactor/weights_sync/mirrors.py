@@ -6,7 +6,7 @@ mirror, so plans and digests speak of the owner's alone: what an engine holds is
 and a byte that changed on the link or in the mirror is found there.
 
 Invariants: every rank derives the same crossings from what all have told each other; between two ranks bytes go in the
-order of the crossings; pages of a mirror that nothing crosses into take no memory.
+order of the crossings; a mirror ends with the last byte that crosses, and where none does there is none.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from specactor.errors import WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.weights_sync.memory import Address, SharedBuffer
 from specactor.weights_sync.plan import Span, covered
@@ -68,29 +69,45 @@ class Mirrors:
     def __init__(self, collective: Collective, hosts: Sequence[int]) -> None:
         self._collective, self._hosts = collective, hosts
         self._buffers: dict[int, SharedBuffer] = {}
+        self.addresses: dict[int, Address] = {}  # of all mirrors on this host
 
-    def make(self, memory: int, num_bytes: int) -> torch.Tensor:
-        """Return this rank's mirror of a memory, made anew if it had less room."""
+    def make(self, crossings: Sequence[Crossing]) -> list[str]:
+        """Have room for all crossings; return why a rank has none, by rank, or "". Collective."""
+        self.addresses, problem = {}, ""
+        try:
+            ends = {c.memory: c.end for c in sorted(crossings) if c.taker == self._collective.rank}  # the last of each
+            for memory, end in ends.items():
+                self._room(memory, end)
+        except (OSError, WeightSyncError) as error:  # the other ranks wait for this one
+            problem = f"no memory for what comes from other hosts: {error}"
+        mine = {memory: buffer.address() for memory, buffer in self._buffers.items()}
+        everyone = self._collective.gather((mine, problem), tuple[dict[int, Address], str])
+        for rank in where(self._hosts, self._hosts[self._collective.rank]):
+            self.addresses |= everyone[rank][0]
+        return [problem for _, problem in everyone]
+
+    def _room(self, memory: int, num_bytes: int) -> None:
         if memory not in self._buffers or self._buffers[memory].data.numel() < num_bytes:
             if memory in self._buffers:
                 self._buffers.pop(memory).close()
             self._buffers[memory] = SharedBuffer(num_bytes)
+
+    def data(self, memory: int) -> torch.Tensor:
+        """Return this rank's mirror of a memory; [N] bytes."""
         return self._buffers[memory].data
 
     def fill(self, crossings: Sequence[Crossing], own: Callable[[int], torch.Tensor]) -> None:
-        """Have all crossings happen. Collective. Args: own: returns the bytes of a memory of this rank."""
+        """Have all crossings happen, on all ranks: engines read what any of their host made. Collective.
+
+        Args:
+            own: returns the bytes of a memory of this rank.
+        """
         rank = self._collective.rank
         self._collective.pass_bytes(
             [(own(c.memory)[c.start : c.end], c.taker) for c in crossings if c.owner == rank],
-            [(self._buffers[c.memory].data[c.start : c.end], c.owner) for c in crossings if c.taker == rank],
+            [(self.data(c.memory)[c.start : c.end], c.owner) for c in crossings if c.taker == rank],
         )
-
-    def addresses(self) -> dict[int, Address]:
-        """Return those of all mirrors on this host, when all ranks came so far. Collective."""
-        mine = {memory: buffer.address() for memory, buffer in self._buffers.items()}
-        everyone = self._collective.gather(mine, dict[int, Address])
-        here = where(self._hosts, self._hosts[self._collective.rank])
-        return {memory: address for rank in here for memory, address in everyone[rank].items()}
+        self._collective.barrier()
 
     def close(self) -> None:
         """Give the memory back."""

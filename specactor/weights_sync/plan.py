@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
@@ -101,39 +102,37 @@ def held(index: Ints, own: range, *, memory: int, at: int, item_bytes: int) -> t
     return _blocks(runs)
 
 
-def merged(parts: Sequence[tuple[int, Sequence[Held]]], hosts: Sequence[int]) -> list[tuple[Held, ...]]:
-    """Per host, all tensors, whole. Of equal parts a host takes its own, otherwise one of a rank that has had to give
-    the fewest bytes so far. Raises WeightSyncError where a tensor would not be whole.
+def merged(parts: Sequence[tuple[int, Sequence[Held]]], hosts: Sequence[int], here: int) -> tuple[Held, ...]:
+    """All tensors, whole, for one host. Of equal parts a host takes its own, otherwise one of a rank that has had to
+    give the fewest bytes so far. Raises WeightSyncError, for every host alike, where a tensor would not be whole.
 
     Args:
         parts: per rank, how many memories it has, and what it holds in them. They are numbered on over the ranks.
         hosts: of each rank, from 0 on.
     """
-    copies: dict[tuple[Any, ...], list[tuple[int, Held]]] = {}
-    first = 0
-    for rank, (num_memories, tensors) in enumerate(parts):
+    first = [0, *accumulate(num_memories for num_memories, _ in parts)]
+    copies: dict[tuple[Any, ...], dict[int, Held]] = defaultdict(dict)  # equal parts by rank
+    for rank, (_, tensors) in enumerate(parts):
         for tensor in tensors:
-            blocks = tuple(Block(_moved(b.span, first), b.to, b.step) for b in tensor.blocks)
-            part = (tensor.name, *((b.to, b.step, b.span.length, b.span.count) for b in blocks))
-            copies.setdefault(part, []).append((rank, Held(tensor.name, tensor.num_bytes, blocks)))
-        first += num_memories
+            copies[tensor.name, *((b.to, b.step, b.span.length, b.span.count) for b in tensor.blocks)][rank] = tensor
     given: dict[tuple[int, bool], int] = defaultdict(int)  # by rank, on its own host or to others
-    return [_whole(copies.values(), hosts, host, given) for host in range(max(hosts) + 1)]
-
-
-def _whole(
-    copies: Iterable[list[tuple[int, Held]]], hosts: Sequence[int], host: int, given: dict[tuple[int, bool], int]
-) -> tuple[Held, ...]:
+    for host in range(here + 1):  # of those before, what they are given alone: where a part lies differs, and no more
+        ranks = [_giver(equal, hosts, host, given) for equal in copies.values()]
     found: dict[str, Held] = {}
-    for equal in copies:
-        near = [copy for copy in equal if hosts[copy[0]] == host]
-        rank, part = min(near or equal, key=lambda copy: given[copy[0], bool(near)])
-        given[rank, bool(near)] += sum(block.span.length * block.span.count for block in part.blocks)
-        before = found[part.name].blocks if part.name in found else ()
-        found[part.name] = Held(part.name, part.num_bytes, before + part.blocks)
+    for rank, equal in zip(ranks, copies.values(), strict=True):
+        name, num_bytes, blocks = msgspec.structs.astuple(equal[rank])
+        moved = tuple(Block(_moved(block.span, first[rank]), block.to, block.step) for block in blocks)
+        found[name] = Held(name, num_bytes, (found[name].blocks if name in found else ()) + moved)
     for tensor in found.values():
         _check_once(tensor.name, _expanded(tensor.blocks), tensor.num_bytes, [])
     return tuple(found.values())
+
+
+def _giver(equal: Mapping[int, Held], hosts: Sequence[int], host: int, given: dict[tuple[int, bool], int]) -> int:
+    near = [rank for rank in equal if hosts[rank] == host]
+    rank = min(near or equal, key=lambda rank: given[rank, bool(near)])
+    given[rank, bool(near)] += sum(block.span.length * block.span.count for block in equal[rank].blocks)
+    return rank
 
 
 def covered(spans: Iterable[Span]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from specactor.weights_sync.device_pull import SharedCopy
 from specactor.weights_sync.digest import digest_of, digest_spans
 from specactor.weights_sync.memory import Address, open_address
 from specactor.weights_sync.messages import Holding, PullReply
-from specactor.weights_sync.mirrors import Crossing, Mirrors, crossings, taker
+from specactor.weights_sync.mirrors import Crossing, Mirrors, crossings
 from specactor.weights_sync.plan import Chunk, Span, merged
 
 Spans = tuple[Span, ...]
@@ -27,7 +27,7 @@ class JobPlan:
     def __init__(
         self, collective: Collective, holdings: Sequence[Holding], hosts: Sequence[int], on_device: SharedCopy | None
     ) -> None:
-        """Collective. Raises WeightSyncError on all ranks where they do not hold all of the model.
+        """Raises WeightSyncError on all ranks where they do not hold all of the model.
 
         Args:
             holdings: by rank.
@@ -36,16 +36,11 @@ class JobPlan:
         self._collective, self._hosts, self._on_device = collective, hosts, on_device
         self._owner = [rank for rank, each in enumerate(holdings) for _ in each.addresses]
         here, addresses = hosts[collective.rank], [address for each in holdings for address in each.addresses]
-        near = [hosts[owner] == here for owner in self._owner]
-        tensors = merged([(len(each.addresses), each.tensors) for each in holdings], hosts)[here]
+        tensors = merged([(len(each.addresses), each.tensors) for each in holdings], hosts, here)
         self._mirrors = Mirrors(collective, hosts)
-        for memory in {block.span.memory for tensor in tensors for block in tensor.blocks}:
-            if not near[memory] and taker(hosts, self._owner[memory], here) == collective.rank:
-                self._mirrors.make(memory, _known(addresses[memory]).num_bytes)
-        far = self._mirrors.addresses()
-        seen = tuple(address if near[memory] else far.get(memory) for memory, address in enumerate(addresses))
+        seen = tuple(a if hosts[owner] == here else None for a, owner in zip(addresses, self._owner, strict=True))
         self.holding = Holding(addresses=seen, tensors=tensors)  # for the engines of this host
-        self.key = digest_of(memoryview(msgspec.msgpack.encode(self.holding)))
+        self.key = _key(self.holding)
         self.num_bytes = sum(tensor.num_bytes for tensor in tensors)
         self.link_bytes = 0
         self.chunks: dict[int, list[tuple[Chunk, ...]]] = {}  # by engine of this rank, per rank of it
@@ -55,8 +50,9 @@ class JobPlan:
         own = holdings[collective.rank].addresses
         self._memories = {first + i: open_address(_known(address), locked=False) for i, address in enumerate(own)}
 
-    def learn(self, chunks: dict[int, list[tuple[Chunk, ...]]]) -> None:
-        """Take what the engines of this rank planned: see the attribute. Collective."""
+    def learn(self, chunks: dict[int, list[tuple[Chunk, ...]]]) -> str:
+        """Take what the engines of this rank planned: see the attribute. Return why this rank cannot take part;
+        otherwise, if anything crosses, `holding` is then that of the mirrors. Collective."""
         self.chunks = chunks
         mine = dict.fromkeys(chunk.spans for ranks in chunks.values() for part in ranks for chunk in part)
         told = self._collective.gather(tuple(mine), tuple[Spans, ...])
@@ -64,12 +60,18 @@ class JobPlan:
             self._order[self._owner[spans[0].memory]].append(spans)
         self._crossings = crossings(told, self._owner, self._hosts)
         self.link_bytes = sum(crossing.end - crossing.start for crossing in self._crossings)
+        if not self._crossings:
+            return ""
+        problems = self._mirrors.make(self._crossings)
+        far = tuple(self._mirrors.addresses.get(memory) for memory in range(len(self._owner)))
+        self.holding = Holding(addresses=far, tensors=(), planned=self.key)
+        self.key = _key(self.holding)
+        return problems[self._collective.rank]
 
     def bring(self) -> None:
         """Bring to every host what its engines read of other hosts. Collective."""
         if self._crossings:
             self._mirrors.fill(self._crossings, self._memories.__getitem__)
-            self._collective.barrier()  # of one host, other ranks' engines read this rank's mirrors, too
 
     def digests(self) -> tuple[int, ...]:
         """Those of all chunks that any engine takes from this rank."""
@@ -100,6 +102,11 @@ class JobPlan:
     def close(self) -> None:
         """Give the mirrors back."""
         self._mirrors.close()
+
+
+def _key(holding: Holding) -> int:
+    """Return what engines that took it know their plan by."""
+    return digest_of(memoryview(msgspec.msgpack.encode(holding)))
 
 
 def _known(address: Address | None) -> Address:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
@@ -164,22 +164,32 @@ class Push:
 
     def plan(self, holding: Holding, on_device: SharedCopy | None) -> tuple[str, JobPlan | None]:
         """Have the engines plan how to pull, and compare by that plan what they loaded; why there can be none."""
+        holdings = self._collective.gather(holding, Holding)
+        plan, refusal = None, ""
         try:
-            holdings = self._collective.gather(holding, Holding)
             plan = JobPlan(self._collective, holdings, self._hosts, on_device)
-        except WeightSyncError as error:  # on all ranks
-            return str(error), None
-        replies = self._ask_all(PLAN, plan.holding, PlanReply)
-        refusals = [reply.refusal for ranks in replies.values() for reply in ranks if reply.refusal]
-        told = self._collective.gather("".join(refusals[:1]), str)
-        if any(told) or self._collective.any(bool(self.problem)):
-            plan.close()
-            return next((text for text in told if text), ""), None
-        plan.learn({engine: [reply.chunks for reply in ranks] for engine, ranks in replies.items()})
+        except (OSError, WeightSyncError) as error:  # it may be this rank's alone
+            refusal = str(error)
+        replies = self._ask_all(PLAN, plan.holding, PlanReply) if plan is not None else {}
+        refusal = self._told(refusal, replies)
+        if plan is not None and not refusal:
+            refusal = plan.learn({engine: [reply.chunks for reply in ranks] for engine, ranks in replies.items()})
+            mirrored = plan.link_bytes and not self._collective.any(bool(refusal))
+            refusal = self._told(refusal, self._ask_all(PLAN, plan.holding, PlanReply) if mirrored else {})
+        if plan is None or refusal:
+            if plan is not None:
+                plan.close()
+            return "" if self._collective.any(bool(self.problem)) else refusal, None
         so_far = self.num_rounds, self.link_bytes
         self.pull(plan, copy=False)
         self.num_rounds, self.link_bytes = so_far
         return "", plan
+
+    def _told(self, refusal: str, replies: Mapping[int, Sequence[PlanReply]]) -> str:
+        """Return the first refusal, or problem, of all ranks and their engines. Collective."""
+        refusals = [refusal, *(reply.refusal for ranks in replies.values() for reply in ranks), self.problem]
+        told = self._collective.gather(next(filter(None, refusals), ""), str)
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text), "")
 
     def pull(self, plan: JobPlan, *, copy: bool = True) -> bool:
         """Have the engines copy all they need, digest the same here, and compare. False where one knows no plan."""
@@ -235,7 +245,7 @@ class Push:
         """Return what the source holds; where its memory cannot be shared, a problem."""
         try:
             return source.held(self._config.bucket_bytes)
-        except OSError as error:
+        except (OSError, WeightSyncError) as error:
             self.problem = f"memory could not be shared: {error}"
         return None
 
@@ -243,7 +253,7 @@ class Push:
         walk = iter(tensors)
         try:
             return self._pack(side, walk)
-        except OSError as error:  # the other ranks wait for this one
+        except (OSError, WeightSyncError) as error:  # the other ranks wait for this one
             self.problem = self.problem or f"a bucket could not be made: {error}"
             for _ in walk:
                 pass
@@ -312,13 +322,15 @@ class Push:
             for host in takers
             if host != self._hosts[owner]
         ]
-        mine = [c for c in crossings if c.taker == rank]
-        self._packed[side] += [(mirrors.make(c.memory, c.end), packed[c.memory]) for c in mine]
+        problems = mirrors.make(crossings)
+        if any(problems):
+            self.problem = self.problem or problems[rank]
+            return []
+        self._packed[side] += [(mirrors.data(c.memory), packed[c.memory]) for c in crossings if c.taker == rank]
         mirrors.fill(crossings, lambda _: self._buffers[side].data)
         self.link_bytes += sum(c.end for c in crossings)
-        far = mirrors.addresses()
         return [
-            bucket if self._hosts[owner] == here else msgspec.structs.replace(bucket, address=far[owner])
+            bucket if self._hosts[owner] == here else msgspec.structs.replace(bucket, address=mirrors.addresses[owner])
             for owner, bucket in packed.items()
             if here in takers
         ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -143,8 +143,8 @@ class _Plan:
     key: int
     chunks: tuple[plan.Chunk, ...]
     sizes: dict[str, int]
-    memories: list[Memory | None] | list[torch.Tensor | None]
-    """The latter on a GPU; None where nothing is taken from."""
+    memories: list[Memory | torch.Tensor | None]
+    """On the host, or locked for a GPU; None where nothing is taken from."""
 
 
 class Receiver:
@@ -197,25 +197,35 @@ class Receiver:
 
     def plan(self, rank: EngineRank, payload: bytes) -> bytes:
         """Answer all ranks' `Holding`, after a whole version was loaded: how to copy the next one."""
-        everything = msgspec.msgpack.decode(payload, type=Holding)
-        self._forget_plan()
-        watched = self._watched
+        message = msgspec.msgpack.decode(payload, type=Holding)
+        opened = read_only if next(rank.model.parameters()).device.type == "cpu" else open_address
         try:
-            if watched.parameters != _places(rank.model.named_parameters()):
-                raise WeightSyncError("the engine's parameters moved while they were loaded")
-            if watched.refusal:
-                raise WeightSyncError(watched.refusal)
-            sizes = {name: p.numel() * p.element_size() for name, p in rank.model.named_parameters()}
-            chunks = plan.chunks(watched.copies, sizes, everything.tensors)
-            _flat(rank.model, sizes)
-            on_host = next(rank.model.parameters()).device.type == "cpu"
-            opened = read_only if on_host else open_address
-            memories: Any = [opened(address) if address is not None else None for address in everything.addresses]
+            if not message.planned:
+                self._forget_plan()
+                self._plan = self._planned(rank.model, message)
+            if self._plan is None or self._plan.key != message.planned:
+                raise WeightSyncError("the engine has no plan that what other hosts send belongs to")
+            for number, address in enumerate(message.addresses):
+                if address is not None:
+                    self._plan.memories[number] = opened(address)
         except (OSError, WeightSyncError) as error:
+            self._forget_plan()
             return msgspec.msgpack.encode(PlanReply(refusal=str(error)))
-        self._plan = _Plan(digest_of(memoryview(payload)), chunks, sizes, memories)
+        self._plan = replace(self._plan, key=digest_of(memoryview(payload)))
         self.close()  # the trainer needs its buckets no more
-        return msgspec.msgpack.encode(PlanReply(chunks=chunks))
+        return msgspec.msgpack.encode(PlanReply(chunks=() if message.planned else self._plan.chunks))
+
+    def _planned(self, model: torch.nn.Module, everything: Holding) -> _Plan:
+        """Join what was watched with what the trainer holds; nothing is opened yet."""
+        watched = self._watched
+        if watched.parameters != _places(model.named_parameters()):
+            raise WeightSyncError("the engine's parameters moved while they were loaded")
+        if watched.refusal:
+            raise WeightSyncError(watched.refusal)
+        sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+        chunks = plan.chunks(watched.copies, sizes, everything.tensors)
+        _flat(model, sizes)
+        return _Plan(everything.planned, chunks, sizes, [None] * len(everything.addresses))
 
     def pull(self, rank: EngineRank, payload: bytes) -> bytes:
         """Answer a `Pull`: what the parameters hold after all were copied by the plan."""

@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -19,8 +20,9 @@ import torch
 
 from specactor.config import WeightsSyncConfig
 from specactor.errors import WeightSyncError
-from specactor.weights_sync.memory import SharedBuffer
-from specactor.weights_sync.messages import Holding
+from specactor.weights_sync import memory, mirrors, pulls, push, receiver
+from specactor.weights_sync.memory import SharedBuffer, open_address
+from specactor.weights_sync.messages import Holding, Round
 from specactor.weights_sync.plan import Block, Held, Span
 from specactor.weights_sync.sender import SyncReport, WeightSender
 from tests.weights_sync.test_pull_faults import COLUMNS, NAMES, ROWS, Engine
@@ -123,6 +125,11 @@ class Job:
     def right(self) -> bool:
         return all(engine.model.holds() == self.model for engine in self.engines.values())
 
+    def mirrored(self) -> list[dict[int, int]]:
+        """By rank, bytes of its mirrors for the plan."""
+        plans: Any = [sender._plan for sender in self.senders]
+        return [{number: b.data.numel() for number, b in plan._mirrors._buffers.items()} for plan in plans]
+
     def push(self) -> list[SyncReport | BaseException]:
         """What came of it on every rank."""
         found: list[Any] = [None] * len(HOSTS)
@@ -136,7 +143,7 @@ class Job:
                 if not isinstance(error, WeightSyncError):
                     self.met.abort()  # a process that ends takes the others' connections along
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(HOSTS))]
+        threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(len(HOSTS))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -187,6 +194,7 @@ def test_what_a_host_lacks_crosses_once(job: Job) -> None:
     assert {report.link_bytes for report in job.reports()} == {4 * SIZE}
     assert job.passed == [SIZE] * 4
     assert job.right()
+    assert job.mirrored() == [{2: SIZE}, {3: SIZE}, {0: SIZE}, {1: SIZE}]  # the norm lies behind an expert
 
 
 @pytest.mark.parametrize("deep", [False, pytest.param(True, marks=pytest.mark.deep)])
@@ -241,11 +249,12 @@ def test_a_mirrored_bucket_that_changes_while_it_is_loaded_ends_the_engines(job:
 
     def damaged(rank: Any, payload: bytes) -> bytes:
         [mirror] = job.senders[2]._mirrors[0]._buffers.values()
-        mirror.data[9] ^= 4
+        mirror.data[9] ^= 4 if msgspec.msgpack.decode(payload, type=Round).buckets else 0  # once
         return load(rank, payload)
 
     job.engines[3].receiver.load = damaged  # type: ignore[method-assign]
-    assert all("expert.0 changed while it was loaded" in str(each) for each in job.push())
+    found = job.push()
+    assert all("expert.0 changed while it was loaded" in str(each) for each in found), found
     assert all(engine.killed for engine in job.engines.values())
 
 
@@ -253,12 +262,12 @@ def test_a_mirror_that_changes_is_found(job: Job) -> None:
     """By the owner's digest, though the link was right."""
     for rank in ENGINES:
         job.learn()
-        bring, mirrors = job.senders[rank]._plan.bring, job.senders[rank]._plan._mirrors  # type: ignore[union-attr]
-        [memory, *_] = mirrors._buffers
+        bring, made = job.senders[rank]._plan.bring, job.senders[rank]._plan._mirrors  # type: ignore[union-attr]
+        [number, *_] = made._buffers
 
-        def damaged(bring: Any = bring, mirrors: Any = mirrors, memory: int = memory) -> None:
+        def damaged(bring: Any = bring, made: Any = made, number: int = number) -> None:
             bring()
-            mirrors._buffers[memory].data[7] ^= 2
+            made.data(number)[7] ^= 2
 
         job.senders[rank]._plan.bring = damaged  # type: ignore[union-attr, method-assign]
         assert all("arrived with a wrong digest" in str(each) for each in job.push())
@@ -276,3 +285,88 @@ def test_a_host_without_engines_receives_nothing(job: Job) -> None:
         assert job.right()
         if number:
             assert job.passed == [0, 0, SIZE, SIZE]
+            assert job.mirrored() == [{2: SIZE}, {3: SIZE}, {}, {}]
+
+
+LOCK = WeightSyncError("CUDA could not lock 120 bytes of shared memory (error 2)")
+FULL = OSError(12, "Cannot allocate memory")
+
+
+def failing(rank: int, error: Exception, real: Callable[..., Any], good: int = 0) -> Callable[..., Any]:
+    """As `real`, but for one rank, whose calls after the first `good` ones fail."""
+    left = [good]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread().name == f"rank {rank}":
+            left[0] -= 1
+            if left[0] < 0:
+                raise error
+        return real(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("error", [LOCK, FULL])
+@pytest.mark.parametrize("where", [mirrors, push])
+def test_a_rank_without_memory_for_a_bucket_fails_the_push_on_all(job: Job, error: Exception, where: Any) -> None:
+    before = [engine.model.holds() for engine in job.engines.values()]
+    job.senders = job.new_senders()
+    job.learn()
+    with mock.patch.object(where, "SharedBuffer", failing(2, error, SharedBuffer)):
+        found = job.push()
+    assert all(isinstance(each, WeightSyncError) for each in found), found
+    [text] = {str(each) for each in found}
+    assert "failed in its check stage on rank 2" in text
+    assert str(error) in text
+    assert [engine.model.holds() for engine in job.engines.values()] == before
+    assert not any(engine.killed for engine in job.engines.values())
+    assert [report.num_rounds for report in job.reports()] == [1] * 4
+    assert job.right()
+
+
+@pytest.mark.parametrize("error", [LOCK, FULL])
+@pytest.mark.parametrize("lacking", ["mirror", "own"])
+def test_a_rank_that_cannot_take_part_in_the_plan_has_all_use_buckets(job: Job, error: Exception, lacking: str) -> None:
+    job.senders = job.new_senders()
+    job.learn()
+    where: Any = {
+        "mirror": (mirrors, "SharedBuffer", failing(2, error, SharedBuffer, good=1)),  # that of a bucket
+        "own": (pulls, "open_address", failing(2, error, open_address)),
+    }[lacking]
+    with mock.patch.object(*where):
+        reports = job.reports()
+    [note] = {report.note for report in reports}
+    assert "rank 2: " in note
+    assert str(error) in note
+    assert job.right()
+    job.learn()
+    assert {(report.num_rounds, report.note) for report in job.reports()} == {(1, "")}
+    assert job.right()
+
+
+@pytest.mark.parametrize("error", [LOCK, FULL])
+def test_a_rank_that_cannot_share_its_weights_fails_the_push_on_all(job: Job, error: Exception) -> None:
+    job.learn()
+    with mock.patch.object(job.sources[1], "held", failing(1, error, job.sources[1].held)):
+        found = job.push()
+    [text] = {str(each) for each in found}
+    assert f"stage on rank 1: memory could not be shared: {error}" in text
+
+
+def test_an_engine_that_cannot_open_a_mirror_has_all_use_buckets(job: Job) -> None:
+    job.senders = job.new_senders()
+    job.learn()
+    opened = iter(range(10))
+
+    def read_only(address: Any) -> Any:
+        if next(opened) == 6:  # after the two memories of its host that each engine opens, and two mirrors of one
+            raise FULL
+        return memory.read_only(address)
+
+    with mock.patch.object(receiver, "read_only", read_only):
+        [note] = {report.note for report in job.reports()}
+    assert str(FULL) in note
+    assert job.right()
+    job.learn()
+    assert {report.num_rounds for report in job.reports()} == {1}
+    assert job.right()

@@ -82,7 +82,7 @@ def loaded(pair: Pair, rank: int) -> Loader:
 
 def all_of(pair: Pair) -> tuple[Held, ...]:
     trainer = Trainer(pair, whole(pair))
-    return merged(trainer.parts(), trainer.hosts())[0]
+    return merged(trainer.parts(), trainer.hosts(), 0)
 
 
 def flat(loader: Loader, chunk: Chunk) -> list[Any]:
@@ -102,7 +102,7 @@ def times_written(loader: Loader, chunks: tuple[Chunk, ...]) -> dict[str, Any]:
 @given(pairs(), st.sampled_from([16, 100, 2**20]))
 def test_every_element_of_an_engine_is_written_once_with_what_its_loader_gives_it(pair: Pair, piece: int) -> None:
     trainer = Trainer(pair, whole(pair))
-    memories, [tensors] = trainer.memories(), merged(trainer.parts(), trainer.hosts())
+    memories, tensors = trainer.memories(), merged(trainer.parts(), trainer.hosts(), 0)
     for rank in range(pair.engine):
         loader = loaded(pair, rank)
         with mock.patch.object(plan, "PIECE_BYTES", piece):
@@ -129,7 +129,7 @@ def test_what_no_rank_of_a_host_has_crosses_to_it_once(pair: Pair, num_hosts: in
     model = whole(pair)
     trainer = Trainer(pair, model, num_hosts)
     memories, hosts = trainer.memories(), trainer.hosts()
-    by_host = merged(trainer.parts(), hosts)
+    by_host = [merged(trainer.parts(), hosts, host) for host in range(max(hosts) + 1)]
     loaders = [(rank, loaded(pair, number)) for rank in range(len(hosts)) for number in range(pair.engine)]
     with mock.patch.object(plan, "PIECE_BYTES", piece):
         chunks = [plan.chunks(of.copies, of.sizes(), by_host[hosts[rank]]) for rank, of in loaders]
@@ -164,12 +164,27 @@ def test_owners_give_about_as_much_each(sizes: list[int], owners: int) -> None:
     """To a host that has nothing; it may not be their own, either."""
     tensors = [Held(str(i), n, (Block(Span(0, 0, 0, n, 1), 0, 0),)) for i, n in enumerate(sizes)]
     parts = [(1, tensors)] * owners + [(1, [])]
-    *_, last = merged(parts, range(owners + 1))
+    last = merged(parts, range(owners + 1), owners)
     given = Counter({rank: 0 for rank in range(owners)})
     for tensor in last:
         given[tensor.blocks[0].span.memory] += tensor.num_bytes
     assert max(given.values()) - min(given.values()) <= max(sizes)
     assert sum(given.values()) == sum(sizes)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=10), st.integers(1, 4), st.integers(1, 6))
+def test_owners_give_about_as_much_each_to_all_hosts(sizes: list[int], owners: int, empty: int) -> None:
+    """Though each host is planned for on its own; and what is the same for all is checked once."""
+    tensors = [Held(str(i), n, (Block(Span(0, 0, 0, n, 1), 0, 0),)) for i, n in enumerate(sizes)]
+    parts = [(1, tensors)] * owners + [(1, [])] * empty
+    given = Counter({rank: 0 for rank in range(owners)})
+    for host in range(owners, owners + empty):
+        with mock.patch.object(plan, "_check_once", wraps=plan._check_once) as check:
+            for tensor in merged(parts, range(owners + empty), host):
+                given[tensor.blocks[0].span.memory] += tensor.num_bytes
+        assert check.call_count == len(sizes)
+    assert max(given.values()) - min(given.values()) <= max(sizes)
+    assert sum(given.values()) == empty * sum(sizes)
 
 
 def test_ranks_of_a_host_take_turns() -> None:
@@ -209,7 +224,7 @@ def differing(edit: Callable[[list[Held]], list[Held]]) -> list[str]:
     pair = replace(PAIR, expert_tensor=1, engine=1, data=1, pipeline=1, expert=1)
     trainer = Trainer(pair, whole(pair))
     memories = trainer.memories()
-    tensors = edit(list(merged(trainer.parts(), trainer.hosts())[0]))
+    tensors = edit(list(merged(trainer.parts(), trainer.hosts(), 0)))
     loader = loaded(pair, 0)
     chunks = plan.chunks(loader.copies, loader.sizes(), tensors)
     return [
@@ -224,7 +239,7 @@ def differing(edit: Callable[[list[Held]], list[Held]]) -> list[str]:
 def test_a_missing_shard_is_refused() -> None:
     trainer = Trainer(PAIR, whole(PAIR))
     with pytest.raises(WeightSyncError, match="would not be written whole"):
-        merged(trainer.parts()[1:], trainer.hosts()[1:])
+        merged(trainer.parts()[1:], trainer.hosts()[1:], 0)
 
 
 def test_a_part_that_is_in_two_cuts_is_refused() -> None:
@@ -232,9 +247,9 @@ def test_a_part_that_is_in_two_cuts_is_refused() -> None:
     [tensor] = (plan.held(np.arange(8), range(8), memory=0, at=0, item_bytes=4),)
     [half] = (plan.held(np.arange(8), range(4), memory=0, at=0, item_bytes=4),)
     whole_one, half_one = Held("x", 32, tensor), Held("x", 32, half)
-    assert merged([(1, [whole_one]), (1, [whole_one])], [0, 0]) == [(whole_one,)]
+    assert merged([(1, [whole_one]), (1, [whole_one])], [0, 0], 0) == (whole_one,)
     with pytest.raises(WeightSyncError, match="would be written twice from byte 0 on"):
-        merged([(1, [whole_one]), (1, [half_one])], [0, 0])
+        merged([(1, [whole_one]), (1, [half_one])], [0, 0], 0)
 
 
 def test_a_tensor_that_no_rank_holds_is_refused() -> None:
