@@ -44,9 +44,9 @@ class Rank:
 
     def gather(self, value: Any, kind: Any) -> list[Any]:
         self._job.box[self.rank] = msgspec.msgpack.encode(value)
-        self._job.met.wait()
+        self._job.met.wait(self._job.longest_s)
         found = [msgspec.msgpack.decode(part, type=kind) for part in self._job.box]
-        self._job.met.wait()
+        self._job.met.wait(self._job.longest_s)
         return found
 
     def any(self, value: bool) -> bool:
@@ -63,7 +63,7 @@ class Rank:
             self._job.link[self.rank, to].put(data)
             self._job.passed[self.rank] += data.numel()
         for data, of in incoming:
-            arrived = self._job.link[of, self.rank].get(timeout=LONGEST_S)
+            arrived = self._job.link[of, self.rank].get(timeout=self._job.longest_s)
             data[: len(arrived)] = arrived  # what is missing keeps what was there
 
 
@@ -93,8 +93,9 @@ class Job:
 
     def __init__(self, seed: int) -> None:
         self.rng, self.numbers, self.version = random.Random(seed), np.random.default_rng(seed), 0
-        self.met, self.box = threading.Barrier(len(HOSTS), timeout=LONGEST_S), [b""] * len(HOSTS)
+        self.met, self.box = threading.Barrier(len(HOSTS)), [b""] * len(HOSTS)
         self.link: dict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        self.longest_s = LONGEST_S
         self.passed, self.faulty, self.old = [0] * len(HOSTS), set[int](), dict[int, Passed]()
         self.fault: Callable[[int, Passed], Passed] = lambda rank, passed: passed
         self.sources = [Source(rank) for rank in range(len(HOSTS))]
@@ -222,7 +223,7 @@ def test_a_link_that_is_cut_ends_the_push_before_any_engine_is_asked(job: Job) -
     before = [engine.model.holds() for engine in job.engines.values()]
     flushed = [engine.flushed for engine in job.engines.values()]
     job.learn()
-    job.fault, job.faulty = job.cut, {2}
+    job.fault, job.faulty, job.longest_s = job.cut, {2}, 5.0
     assert all(isinstance(each, Exception) for each in job.push())
     assert [engine.model.holds() for engine in job.engines.values()] == before
     assert [engine.flushed for engine in job.engines.values()] == flushed
