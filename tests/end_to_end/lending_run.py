@@ -22,7 +22,7 @@ def main() -> int:
     train_moe.set_environment()
     from specactor import run
     from specactor.config import Config
-    from specactor.rollout import pool
+    from specactor.rollout import collector, pool
     from specactor.rollout.tail import BorrowedDevices, EngineLoad, TailCosts, WakeWhereItPays
     from specactor.types import RolloutRequest
 
@@ -35,7 +35,7 @@ def main() -> int:
         return WakeWhereItPays(costs=costs)
 
     def awake_at_once(self: BorrowedDevices, loads: Sequence[EngineLoad], rounds: int) -> list[EngineLoad]:
-        found = real(self, loads, rounds)
+        found = real(self, loads, max(rounds, 1))  # at once, also before a response has told of rounds
         return [replace(load, wake_rounds=load.wake_rounds and 0.0) for load in found]
 
     def when_all_have_started(self: BorrowedDevices, *args: Any, **keywords: Any) -> None:
@@ -52,6 +52,7 @@ def main() -> int:
     run.tail_policy = at_once  # type: ignore[assignment]
     TailCosts.notice_rounds = 0.0  # type: ignore[misc]
     pool.assign = to_the_first
+    collector.held_back = lambda *_, **__: {}  # while groups wait, no device is lent
     return train_moe.main()
 
 

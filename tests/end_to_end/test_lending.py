@@ -26,7 +26,7 @@ def launch(
     *options: str,
     methods: tuple[str, ...] = (),
 ) -> Launched:
-    """One step on two ranks, whose engines the first one drives. The first engine has few requests at once, so that its
+    """One step on two ranks, whose engines the first one drives. The first engine has two requests at once, so that its
     rollout lasts for some hundred rounds, and the second one has none. Args: draft methods besides the drafters."""
     speculation = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", draft_model)
     drafters = ("--rollout.speculation.drafters", "decoupled", *methods, "--rollout.speculation.window", "4")
