@@ -24,6 +24,7 @@ MODEL, GPU, CONTEXT = "Qwen3-8B", "H100", 2048
 BATCHES = (8, 64, 256)
 TURNS = 12
 TOKENS, PROMPT_TOKENS = 96, 16
+NOBODY = "benchmarks.overlap_engine:Nobody"  # the drafter, which brings the pretended device along
 SET = "overlap.set"
 """Rank call of `overlap_engine`: whether rounds overlap, and the seconds of a pass of decoding. Payload: "1 0.008"."""
 COLUMNS = (
@@ -113,9 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             dtype="float32",
             devices=(0,),
             config=EngineConfig(max_running_requests=most, max_total_tokens=most * (length + 16) + 1024),
-            speculation=SpeculationConfig(
-                mode="coupled", drafters=("benchmarks.overlap_engine:Nobody",), window=0, max_window=4
-            ),
+            speculation=SpeculationConfig(mode="coupled", drafters=(NOBODY,), window=0, max_window=4),
             context_length=length,
             log_file=str(Path(folder) / "engine.log"),
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import overlap
 
 
@@ -18,3 +20,9 @@ def test_a_small_run_writes_its_page(tmp_path: Path) -> None:
     """SystemExit if a token was read before it was there: each depends on the one before."""
     overlap.main(["--turns", "6", "--batches", "2", "--out", str(tmp_path)])
     assert (tmp_path / "overlap.md").read_text().startswith("# Plain rounds launched ahead")
+
+
+def test_a_loop_that_does_not_wait_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "NOBODY", "tests.benchmarks.overlap_unwaited:Nobody")
+    with pytest.raises(SystemExit, match="tokens are not those without overlap"):
+        overlap.main(["--turns", "1", "--batches", "2", "--out", str(tmp_path)])
