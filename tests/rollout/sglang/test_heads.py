@@ -21,6 +21,7 @@ from tests.rollout.sglang.test_model_drafter import (
     OFF,
     accept_rate,
     accepted_if_right,
+    assert_always_right,
     batch,
     counts_by_drafter,
     counts_of,
@@ -89,20 +90,7 @@ def test_a_head_that_knows_its_target_is_always_right(
     knowing: Engine, toy: tuple[str, str], temperature: float, window: int
 ) -> None:
     """Also where a prompt was computed for another request, and where rounds were plain before."""
-    requests = batch(temperature)
-    configure(knowing, OFF)
-    knowing.flush()
-    plain = facts(knowing.generate(requests))
-    for fresh in (True, False):
-        configure(knowing, speculation(toy[1], window))
-        if fresh:
-            knowing.flush()
-        report(knowing)
-        assert facts(knowing.generate(requests)) == plain
-        counts = report(knowing)
-        assert accept_rate(counts) >= 0.999
-        assert counts.accepted_at[window - 1] > 0
-        assert counts.failures == 0
+    assert_always_right(knowing, speculation(toy[1], window), batch(temperature))
 
 
 @two_ranks_are_deep("knowing")

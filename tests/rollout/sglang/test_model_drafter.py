@@ -101,6 +101,24 @@ def accept_rate(counts: Counts) -> float:
     return counts.accepted / counts.drafted
 
 
+def assert_always_right(engine: Engine, config: SpeculationConfig, requests: list[RolloutRequest]) -> None:
+    """Every draft of a full window is accepted and changes no token, from empty caches and those of plain rounds."""
+    configure(engine, OFF)
+    engine.flush()
+    plain = facts(engine.generate(requests))
+    for fresh in (True, False):
+        configure(engine, config)
+        if fresh:
+            engine.flush()
+        report(engine)
+        assert facts(engine.generate(requests)) == plain
+        counts = report(engine)
+        assert accept_rate(counts) >= 0.999
+        assert config.window is not None
+        assert counts.accepted_at[config.window - 1] > 0
+        assert counts.failures == 0
+
+
 @two_ranks_are_deep("twins")
 @pytest.mark.parametrize("window", [1, 3, 8])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

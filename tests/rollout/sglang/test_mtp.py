@@ -15,9 +15,17 @@ from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from tests.lib.ranks import run_alone
 from tests.rollout.conftest import request, two_ranks_are_deep
 from tests.rollout.sglang.asking import assert_same
-from tests.rollout.sglang.test_model_drafter import MAX_WINDOW, OFF, accept_rate, accepted_if_right, batch, counts_of
+from tests.rollout.sglang.test_model_drafter import (
+    MAX_WINDOW,
+    OFF,
+    accept_rate,
+    accepted_if_right,
+    assert_always_right,
+    batch,
+    counts_of,
+)
 from tests.rollout.sglang.test_verify_worker import batch as batch_of_all_kinds
-from tests.rollout.sglang.test_verify_worker import configure, facts, report
+from tests.rollout.sglang.test_verify_worker import configure, report
 from tests.trainer.reference_mimo import ReferenceMimo
 
 WRONG = "tests.rollout.sglang.wrong_mtp"
@@ -67,20 +75,7 @@ def strangers(
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_layer_that_knows_its_policy_is_always_right(knowing: Engine, temperature: float, window: int) -> None:
     """Also where a prompt was computed for another request, and where rounds were plain before."""
-    requests = batch(temperature)
-    configure(knowing, OFF)
-    knowing.flush()
-    plain = facts(knowing.generate(requests))
-    for fresh in (True, False):
-        configure(knowing, speculation(window))
-        if fresh:
-            knowing.flush()
-        report(knowing)
-        assert facts(knowing.generate(requests)) == plain
-        counts = report(knowing)
-        assert accept_rate(counts) >= 0.999
-        assert counts.accepted_at[window - 1] > 0
-        assert counts.failures == 0
+    assert_always_right(knowing, speculation(window), batch(temperature))
 
 
 @two_ranks_are_deep("knowing")
