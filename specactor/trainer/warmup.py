@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import inspect
 import random
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -169,24 +168,21 @@ def _distil(
 ) -> RefreshStats:
     """Make a draft model on all ranks, and write it on rank 0. Collective."""
     init.quiet()
-    with tempfile.TemporaryDirectory() as place:
-        start = Path(place) / "start"
 
-        def make() -> tuple[Any, Any]:
-            init.make_draft_model(policy, start, Eagle3Start() if wanted == WARM_UP_HEAD else init.TargetStart())
-            target = init.read_model(policy) if wanted == WARM_UP_HEAD else None
-            return target, init.read_draft(start, target)
+    def make() -> tuple[Any, Any]:
+        target = init.read_model(policy) if wanted == WARM_UP_HEAD else None
+        return target, init.new_draft(policy, Eagle3Start() if wanted == WARM_UP_HEAD else init.TargetStart())
 
-        target, model = collective.together("draft model", make)
-        group = (control_group() or dist.group.WORLD) if collective.world > 1 else None
-        limit_s = DRAFT_LIMIT_S
-        stats = learn(target, model, examples, settings, seed=seed, limit_s=limit_s, updates=updates, group=group)
+    target, model = collective.together("draft model", make)
+    group = (control_group() or dist.group.WORLD) if collective.world > 1 else None
+    limit_s = DRAFT_LIMIT_S
+    stats = learn(target, model, examples, settings, seed=seed, limit_s=limit_s, updates=updates, group=group)
 
-        def write() -> None:
-            if collective.rank == 0 and not folder.exists():  # else another run has made the same meanwhile
-                init.write_model(model, folder, tokenizer=start)
+    def write() -> None:
+        if collective.rank == 0 and not folder.exists():  # else another run has made the same meanwhile
+            init.write_model(model, folder, tokenizer=policy)
 
-        collective.together("draft model", write)
+    collective.together("draft model", write)
     return stats
 
 

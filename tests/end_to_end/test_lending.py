@@ -13,6 +13,7 @@ from tests.end_to_end.test_run import deterministic, writers
 SCRIPT = Path(__file__).with_name("lending_run.py")
 FAULT = "tests.rollout.sglang.wrong_versions:accepts_all"
 """A draft method that drafts nothing; engines that load it accept every draft token without comparing it."""
+WAITS = "tests.end_to_end.patient:waits"
 BEFORE = "evaluations/step-000000.jsonl"
 """Prompts and responses before the first step."""
 ROUNDED = ("agreement/", "policy/")
@@ -24,7 +25,7 @@ def launch(
     name: str,
     draft_model: str,
     *options: str,
-    methods: tuple[str, ...] = (),
+    methods: tuple[str, ...] = (WAITS,),
 ) -> Launched:
     """One step on two ranks, whose engines the first one drives. The first engine has two requests at once, so that its
     rollout lasts for some hundred rounds, and the second one has none. Args: draft methods besides the drafters."""
@@ -69,6 +70,6 @@ def test_a_run_that_wakes_drafters_has_the_same_tokens_rewards_and_losses(
 @pytest.mark.deep
 def test_a_verifier_that_compares_nothing_is_caught(finished: Launched, launcher: Launcher, draft_model: str) -> None:
     """The run would stop by itself, since the trainer finds other log-probabilities than the engine."""
-    wrong = launch(launcher, "wrong_lending", draft_model, "--train.max-logprob-gap", "inf", methods=(FAULT,))
+    wrong = launch(launcher, "wrong_lending", draft_model, "--train.max-logprob-gap", "inf", methods=(WAITS, FAULT))
     assert_drafted(wrong)
     assert {"response/length_mean", "policy/loss"} & differing(wrong, finished)

@@ -12,16 +12,28 @@ import pytest
 from specactor.errors import ConfigError
 from specactor.recipes import load
 
-WANTED = ("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model")
+WANTED: tuple[str, ...] = ("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model")
 WANTED += ("--rollout.speculation.draft-model", "warm-up")
+
+
+def two_ranks(folder: Path, *wanted: str) -> str:
+    """Return what the first of them prints."""
+    command = [sys.executable, "-m", "tests.trainer.warmup_script", str(folder)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank), *wanted], **pipes) for rank in range(2)]  # type: ignore[call-overload]
+    try:
+        said = [rank.communicate(timeout=600)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(timeout=10)
+    return str(said[0])
 
 
 @pytest.mark.parametrize("kind", ["warm-up", "warm-up-head"])
 def test_a_draft_model_is_made_once_and_knows_the_worked_solutions(tmp_path: Path, kind: str) -> None:
-    command = [sys.executable, "-m", "tests.trainer.warmup_script", str(tmp_path), *WANTED[:-1], kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(two_ranks(tmp_path, *WANTED[:-1], kind).splitlines()[-1])
     first, second = found["folders"]
     assert first == second
     assert Path(first).parent == tmp_path / ".warm-up"

@@ -1,4 +1,4 @@
-"""Run by test_warmup in a process of its own: makes a draft model of the warm-up in a folder, and prints what it is."""
+"""Run by test_warmup as two ranks: makes a draft model of the warm-up in a folder; the first one prints what it is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch.distributed as dist
 from rich.console import Console
 
 from specactor.data.dataset import build_dataset
@@ -22,35 +23,30 @@ from specactor.trainer.drafter.buffer import example_from
 from specactor.trainer.drafter.head import Eagle3Start
 
 
-class Alone:
-    """The collective of a job of one rank."""
-
-    rank, world = 0, 1
-
-    def any(self, flag: bool) -> bool:
-        return flag
-
-    def together(self, phase: str, work: Any) -> Any:
-        return work()
-
-
-def main(root: Path, *wanted: str) -> None:
+def main(root: Path, rank: int, *wanted: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
     warmup.DRAFT_LIMIT_S, warmup.DRAFT_BATCHES = 600.0, 8  # however busy the machine is
     warmup.DRAFT_UPDATES = warmup.HEAD_UPDATES = 60
     config = load(["quickstart", *wanted, "--output-dir", str(root)])
     assert config.model.tiny is not None
     policy, start = root / "policy", root / "start"
     head = config.rollout.speculation.first_draft_model == "warm-up-head"
-    make_tiny_model(replace(config.model.tiny, num_layers=2 if head else 1), 0, policy)
+    collective = Collective()
+    if rank == 0:
+        make_tiny_model(replace(config.model.tiny, num_layers=2 if head else 1), 0, policy)
+    collective.barrier()
     tokenizer = load_tokenizer(policy)
     problems = build_dataset(replace(config.data.train_source, size=200), tokenizer, max_prompt_tokens=100)
-    alone, told = cast(Collective, Alone()), root / "told"
+    told = root / f"told-{rank}"
     with told.open("w") as file:
         progress = Progress(1, enabled=False, console=Console(file=file))
         made = [
-            warmup.with_draft_model(config, policy, problems, tokenizer, alone, progress).rollout.speculation
+            warmup.with_draft_model(config, policy, problems, tokenizer, collective, progress).rollout.speculation
             for _ in range(2)
         ]
+    dist.destroy_process_group()
+    if rank:
+        return
     solver = warmup.find_solver(config.warmup.solver)
     solved = warmup.solved_batch(config, problems, solver, tokenizer, stage=0, step=99)
     calculator = load(["calculator"])
@@ -96,4 +92,4 @@ def main(root: Path, *wanted: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -73,16 +74,20 @@ def make_draft_model(target: Path, folder: Path, start: Start) -> int:
             "out", str(folder), "a path that does not exist or an empty folder", "Choose another, or remove it."
         )
     check_out(folder)
-    model: Any
-    match start:
-        case TargetStart():
-            model = _cut(target, start)
-        case RandomStart():
-            model = _random(target, start)
-        case Eagle3Start():
-            model = make_head(read_model(target), start)
+    model = new_draft(target, start)
     write_model(model, folder, tokenizer=target)
     return sum(p.numel() for p in model.parameters())
+
+
+def new_draft(target: Path, start: Start) -> Any:
+    """Make a draft model of the target in a folder. Raises ConfigError when the target cannot be cut so."""
+    match start:
+        case TargetStart():
+            return _cut(target, start)
+        case RandomStart():
+            return _random(target, start)
+        case Eagle3Start():
+            return make_head(read_model(target), start)
 
 
 def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
@@ -162,6 +167,7 @@ def _is_model(folder: Path) -> bool:
 def write_model(model: Any, folder: Path, *, tokenizer: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write a model whole or not at all, in place of what was there; `weights` replace the model's own. Raises
     ConfigError for a folder that holds something else (`check_out`), OSError where the disk fails."""
+    assert not dist.is_initialized() or dist.get_rank() == 0, "transformers writes nothing on other ranks, silently"
     check_out(folder)
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
