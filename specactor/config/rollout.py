@@ -128,8 +128,9 @@ class RolloutConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     audit: Literal["off", "warn", "stop"] = "off"
-    """Whether a few responses of a step are begun again by another engine without drafts, for a hundredth of the time,
-    and what a difference does: a warning with the command that runs the step again, or the end of the run."""
+    """Whether the trainer looks for tokens that their noise does not pick, and another engine generates parts of a few
+    responses again without drafts, for half a percent of the time; and what a difference does: a warning with the
+    command that runs the step again, or the end of the run."""
     oversample: float = 1.0
     """Work at this many times prompts_per_step groups, and stop when prompts_per_step of them are complete; 1: off.
     With algorithm.dynamic_sampling: when that many of them, in the order of the data, teach something.

@@ -39,7 +39,7 @@ TIMEOUT_S = 300.0  # longest wait for an engine to take one bucket, which takes 
 
 
 class WeightSource(Protocol):
-    """It says where the tensors come from, on every rank."""
+    """It says where the tensors come from, on every rank: of a policy, `specactor.trainer.shards.RankShards` does."""
 
     @property
     def hosts(self) -> Sequence[int]:
