@@ -14,7 +14,7 @@ import torch
 from sglang.srt.layers import sampler
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 
-from specactor.rollout.sglang import overlap, partial_response, stopping
+from specactor.rollout.sglang import overlap, responses
 from specactor.rollout.sglang.overlap import Loop
 from specactor.rollout.sglang.rank_calls import RANK_CALLS
 from specactor.rollout.sglang.verify_worker import Worker
@@ -206,7 +206,7 @@ def stops_by_the_round() -> None:
 
     def wrong(req: Any, new_tokens: int = 1) -> None:
         if req.sampling_params.stop_strs:
-            req.tokenizer = stopping._text()
+            req.tokenizer = responses._text()
         own(req, new_tokens)
 
     _patch(Req, "update_finish_state", wrong)
@@ -228,7 +228,7 @@ def experts_of_the_row_after() -> None:
 
 def forgets_beginnings() -> None:
     """What a request brings along of its response counts as prompt."""
-    _patch(partial_response, "of", lambda _: array("q"))
+    _patch(responses, "begun_of", lambda _: array("q"))
 
 
 def aborts_without_a_look() -> None:
@@ -283,7 +283,7 @@ def noise_begins_anew() -> None:
     begun: dict[int, int] = {}
 
     def noted(worker: Any, batch: Any, *arguments: Any) -> Any:
-        begun.update({req.sampling_params.sampling_seed: len(partial_response.of(req)) for req in batch.reqs})
+        begun.update({req.sampling_params.sampling_seed: len(responses.begun_of(req)) for req in batch.reqs})
         return prefill(worker, batch, *arguments)
 
     def wrong(own: Any, probs: Any, info: Any, positions: Any, simple: bool) -> Any:

@@ -95,7 +95,7 @@ def test_sglang_takes_attention_in_tiles_for_a_deterministic_engine_on_gpus(on_h
 
 def test_a_graph_of_wider_requests_would_take_a_row_without_an_error(on_hopper: dict[str, Any]) -> None:
     """In SGLang's own graphs of speculation one row is broadcast over the tokens of its request, and more than one is
-    an error. So `row_graphs` never runs in them."""
+    an error. So `gpu` never runs in them."""
     one, three = on_hopper["graphs"]["1"], on_hopper["graphs"]["3"]
     assert one == {"replayed": True, "ours": False, "copied": [5] * 9}
     assert three == {"replayed": True, "ours": False, "copied": "RuntimeError"}
