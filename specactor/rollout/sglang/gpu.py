@@ -130,16 +130,10 @@ def backend_class() -> type:
             scale: float,
             key_scale: float,
             value_scale: float,
-            *,
-            logit_cap: float = 0.0,
-            sinks: Any = None,
-            xai_temperature_len: int = -1,
-            score_mod: Any = None,
-            **_: Any,
+            **changes: Any,
         ) -> None:
             """Attend as SGLang calls its own."""
-            if logit_cap or sinks is not None or xai_temperature_len > 0 or score_mod is not None:
-                raise _refused("a model that changes attention's scores")
+            _check_scores(**changes)
             lists = (kv_indptr, kv_indices, self._sizes, parts, log_totals)
             kernels.tile_attention(q, keys, values, out, *lists, scale * key_scale, value_scale)
 
@@ -157,6 +151,13 @@ def _check(backend: Any, *, room: int) -> None:
     }
     if found := [what for what, is_so in refused.items() if is_so]:
         raise _refused(", ".join(found))
+
+
+def _check_scores(
+    *, logit_cap: float = 0.0, sinks: Any = None, xai_temperature_len: int = -1, score_mod: Any = None, **_: Any
+) -> None:
+    if logit_cap or sinks is not None or xai_temperature_len > 0 or score_mod is not None:
+        raise _refused("a model that changes attention's scores")
 
 
 def _refused(what: str) -> EngineError:
