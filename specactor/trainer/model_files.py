@@ -132,7 +132,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".safetensors.index.json")
 class FolderWriter:
     """Tensors one by one into a folder beside ``target``; `finish` makes it ``target``."""
 
-    def __init__(self, target: Path, max_file_bytes: int) -> None:
+    def __init__(self, target: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._target, self._max_file_bytes = target, max_file_bytes
         self._folder = target.with_name(f"{target.name}.tmp-{os.getpid()}")  # another run may write the same target
         self._files: list[list[str]] = []
@@ -196,7 +196,6 @@ def export_hf(
     source: Path,
     dtype: str,
     device: torch.device,
-    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write `weights`, which every rank iterates, as Hugging Face folder `target`; rank 0 writes. Collective.
 
@@ -206,7 +205,7 @@ def export_hf(
     error: Exception | None = None
     writer: FolderWriter | None = None
     try:
-        writer = FolderWriter(target, max_file_bytes) if writes else None
+        writer = FolderWriter(target) if writes else None
     except _WRITE_ERRORS as caught:
         error = caught
     for name, tensor in weights:  # to the end, whatever happened: it is a collective
