@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def run(
         shown = Progress(config.train.steps, enabled=rank == 0, quiet=rank != 0, on_phase=note_phase)
         progress = stack.enter_context(shown)
         config = _planned(config, members, collective, progress)
-        actor = _build(config, layout, folder, collective, members, head, progress, stack)
+        actor = _build(_Job(config, folder, collective, members, head, progress, stack), layout)
         if resume is not None:
             _resume(actor, resume, config, progress)
         tracker = None
@@ -141,17 +141,24 @@ def model_shape(config: Config) -> ModelShape:
     return ModelShape.read(Path(config.model.path))
 
 
-def _build(
-    config: Config,
-    layout: Layout,
-    folder: RunFolder,
-    collective: Collective,
-    members: Sequence[Member],
-    head: str,
-    progress: Progress,
-    stack: ExitStack,
-) -> SpecActor:
+@dataclass(frozen=True)
+class _Job:
+    """It is what the parts of a run are built with."""
+
+    config: Config
+    folder: RunFolder
+    collective: Collective
+    members: Sequence[Member]
+    head: str
+    """The host of rank 0."""
+    progress: Progress
+    stack: ExitStack
+    """What is entered here ends with the run."""
+
+
+def _build(job: _Job, layout: Layout) -> SpecActor:
     """Make model, data, drafters, engines and trainer."""
+    config, folder, collective, progress = job.config, job.folder, job.collective, job.progress
     with progress.phase("data", announce=True):
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
@@ -159,27 +166,29 @@ def _build(
     with progress.phase("warm-up", announce=True):
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
         config = with_draft_model(config, base, train_data, tokenizer, collective, progress)
+        job = replace(job, config=config)
         return_unused()  # the warm-up's trainer is gone
-    pool, drafters = _start_engines(config, start, folder, collective, members, head, progress, stack)
-    sender = stack.enter_context(closing(WeightSender(config.weights_sync, collective)))
+    pool, drafters = _start_engines(job, start)
     devices = DeviceMemory(collective, pool, is_shared=bool(gpus()))
     with progress.phase("engines", announce=True):
         trainer = devices.start(
             lambda: PolicyTrainer(config, layout, base, critic=Critic.of(config, layout, base)),
             others=[("drafter start", drafters.wait_ready)],
         )
-    distillation = _distillation(config, trainer, pool, drafters, collective, progress, stack)
+    log_file = (folder.engines / f"verifiers-{collective.rank}.log").resolve()
     rollouts = RolloutCollector(
         config,
         pool=pool,
         drafters=drafters,
-        grading=_grading(config, folder, collective, stack),
+        grading=job.stack.enter_context(
+            Grading(timeout_s=config.rollout.environment_timeout_s, log_file=str(log_file))
+        ),
         collective=collective,
         tokenizer=tokenizer,
         train_data=train_data,
         eval_data=eval_data,
         progress=progress,
-        host=members[collective.rank].machine,
+        host=job.members[collective.rank].machine,
         max_prompt_tokens=longest_prompt(config, model_shape(config).max_position),
         replace_lost=lambda: actor.sync(),
     )
@@ -188,11 +197,11 @@ def _build(
         trainer=trainer,
         devices=devices,
         rollouts=rollouts,
-        sender=sender,
-        weights=_weights(trainer, members),
+        sender=job.stack.enter_context(closing(WeightSender(config.weights_sync, collective))),
+        weights=_weights(trainer, job.members),
         collective=collective,
         progress=progress,
-        distillation=distillation,
+        distillation=_distillation(job, trainer, pool, drafters),
         on_trace=folder.write_traces if collective.rank == 0 else lambda step, spans: None,
         recorder=StepRecorder(config, folder.root, trainer=trainer, collective=collective),
         audit=Audit(config, pool=pool, collective=collective, progress=progress),
@@ -200,37 +209,21 @@ def _build(
     return actor
 
 
-def _grading(config: Config, folder: RunFolder, collective: Collective, stack: ExitStack) -> Grading:
-    """Return what scores this rank's responses."""
-    log_file = (folder.engines / f"verifiers-{collective.rank}.log").resolve()
-    grading = Grading(timeout_s=config.rollout.environment_timeout_s, log_file=str(log_file))
-    stack.callback(grading.close)
-    return grading
-
-
-def _start_engines(
-    config: Config,
-    start: Path,
-    folder: RunFolder,
-    collective: Collective,
-    members: Sequence[Member],
-    head: str,
-    progress: Progress,
-    stack: ExitStack,
-) -> tuple[EnginePool, DrafterPool]:
+def _start_engines(job: _Job, start: Path) -> tuple[EnginePool, DrafterPool]:
     """Start this rank's engines and drafters, without waiting for them."""
+    config = job.config
     drafters, access_of = start_drafters(
-        *(config, collective, members, _places(config, members), stack),
-        head=head,
+        *(config, job.collective, job.members, _places(config, job.members), job.stack),
+        head=job.head,
         max_position=model_shape(config).max_position,
-        log_dir=folder.engines,
-        note=progress.note,
+        log_dir=job.folder.engines,
+        note=job.progress.note,
     )
-    engines = _own_engines(config, start, folder, collective.rank, members, access_of)
+    engines = _own_engines(job, start, access_of)
     pool = EnginePool(
         engines, tail=tail_policy(config), drafters=drafters, restart_limit_s=config.parallel.timeout_s / 2
     )
-    return stack.enter_context(pool), drafters
+    return job.stack.enter_context(pool), drafters
 
 
 def _planned(config: Config, members: Sequence[Member], collective: Collective, progress: Progress) -> Config:
@@ -244,33 +237,25 @@ def _planned(config: Config, members: Sequence[Member], collective: Collective, 
     return config
 
 
-def _distillation(
-    config: Config,
-    trainer: PolicyTrainer,
-    pool: EnginePool,
-    drafters: DrafterPool,
-    collective: Collective,
-    progress: Progress,
-    stack: ExitStack,
-) -> Distillation | None:
+def _distillation(job: _Job, trainer: PolicyTrainer, pool: EnginePool, drafters: DrafterPool) -> Distillation | None:
     """Return what keeps the draft model fresh, where that is wanted."""
-    settings = DraftTrainingConfig.of(config.distillation)
+    settings = DraftTrainingConfig.of(job.config.distillation)
     if settings.refresh == 0:
         return None
-    in_engine = "model" in config.rollout.speculation.in_engines
+    in_engine = "model" in job.config.rollout.speculation.in_engines
     distillation = Distillation(
-        config,
-        collective,
+        job.config,
+        job.collective,
         recorder_of=lambda layers: trainer.top_k_recorder(
             settings.top_k, layers=layers, max_tokens=settings.buffer_tokens
         ),
         policy=trainer.policy.bridge.hf_config,
         engines=lambda: [engine for engine in pool.engines if engine.alive] if in_engine else [],
         processes=drafters,
-        note=progress.note,
+        note=job.progress.note,
         device=trainer.device,
     )
-    stack.callback(distillation.close)
+    job.stack.callback(distillation.close)
     return distillation
 
 
@@ -301,15 +286,9 @@ def _weights(trainer: PolicyTrainer, members: Sequence[Member]) -> WeightSource:
     return RankShards(trainer.policy, trainer.shared_parameters, hosts=[numbers[machine] for machine in machines])
 
 
-def _own_engines(
-    config: Config,
-    model_dir: Path,
-    folder: RunFolder,
-    rank: int,
-    members: Sequence[Member],
-    access_of: Callable[[int], DrafterAccess],
-) -> list[EngineSpec]:
+def _own_engines(job: _Job, model_dir: Path, access_of: Callable[[int], DrafterAccess]) -> list[EngineSpec]:
     """The engines that this rank starts, drives and stops."""
+    config, members = job.config, job.members
     p, engine = config.parallel, config.rollout.engine
     if config.train.routing_replay == "r3":
         engine = replace(engine, extra_args=engine.extra_args | {"enable_return_routed_experts": True})
@@ -329,11 +308,11 @@ def _own_engines(
             context_length=model_shape(config).max_position,
             reserved_tokens=reserved_tokens(config.rollout),
             awaits_weights=True,
-            log_file=str((folder.engines / f"engine-{index}.log").resolve()),
+            log_file=str((job.folder.engines / f"engine-{index}.log").resolve()),
             random_seed=config.seed,
         )
         for index, (owner, _) in enumerate(_places(config, members))
-        if owner == rank
+        if owner == job.collective.rank
     ]
 
 

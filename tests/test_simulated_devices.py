@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.lib import simulated_cuda
+from tests.lib.scripts import found_by
 
 pytestmark = pytest.mark.processes
 
@@ -22,21 +20,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(library: Path) -> dict[str, Any]:
-    return script("simulated_cuda_cases", library)
-
-
-def script(name: str, *arguments: Path) -> dict[str, Any]:
-    """What it prints."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.lib.{name}", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return found_by("tests.lib.simulated_cuda_cases", library)
 
 
 def test_a_round_on_a_device_is_the_same_and_reads_its_samples_alone(found: dict[str, Any]) -> None:
@@ -91,7 +75,7 @@ def test_a_pull_that_lacks_a_wait_is_found(found: dict[str, Any], wait: str) -> 
 def test_a_policy_on_a_device_hands_over_what_it_has(library: Path, tmp_path: Path) -> None:
     """Megatron's parameters under their Hugging Face names, by buckets and then by a plan from a copy in host memory;
     where that has no room for it, by buckets alone."""
-    found = script("simulated_shards", library, tmp_path)
+    found = found_by("tests.lib.simulated_shards", library, tmp_path)
     assert found["shared"] == 0, "parameters stay on their device"
     assert found["pushes"] == [[rounds, "", [], found["bytes"]] for rounds in (1, 0, 0)]
     assert found["devices"] == ["cuda:3"]

@@ -9,9 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config
 
-from specactor.data import mimo
 from specactor.errors import ConfigError
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3
@@ -40,10 +39,22 @@ def make_char_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(str(folder))
 
 
+class MiMoConfig(Qwen2Config):  # type: ignore[misc]
+    """A Qwen2, with `num_nextn_predict_layers` MTP layers behind its last one. Published folders bring a class of it,
+    which nobody runs here; transformers has none."""
+
+    model_type = "mimo"
+
+
+def register_mimo() -> None:
+    """Let `AutoConfig` read such folders, in this process."""
+    AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face model folder; nothing is downloaded, no code of the folder is run. Raises
     ConfigError when there is none, or when it has no end-of-sequence token."""
-    mimo.register()
+    register_mimo()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False

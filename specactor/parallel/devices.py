@@ -141,13 +141,13 @@ def probe(module: str) -> Package:
     return Package(version=version, works=False, problem=lines[-1] if lines else f"died with {done.returncode}")
 
 
-def wandb_key(environ: Mapping[str, str], home: Path, host: str = "api.wandb.ai") -> bool:
+def wandb_key(environ: Mapping[str, str], home: Path) -> bool:
     """Return whether wandb's key is in the environment or in a netrc file."""
     if environ.get("WANDB_API_KEY"):
         return True
     for file in (Path(environ.get("NETRC", home / ".netrc")), home / "_netrc"):
         try:
-            if netrc.netrc(str(file)).authenticators(host):
+            if netrc.netrc(str(file)).authenticators("api.wandb.ai"):
                 return True
         except (OSError, netrc.NetrcParseError):
             continue

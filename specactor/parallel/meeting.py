@@ -6,6 +6,8 @@ closes no connection, so `HostWatch` misses its beats.
 Invariants: whatever is wrong is raised on every rank that is there, with one message; what an earlier start of the same
 job left in the launcher's store means nothing to this one; every wait has a bound, also while a connection hangs; a
 host that has left in good order is not missed; time in which this process itself did not run counts against nobody.
+Nothing is sent to find by which address other hosts reach this one, and an address that only this host knows (loopback)
+is found only where its interface is named.
 """
 
 from __future__ import annotations
@@ -22,15 +24,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
+from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
 from specactor.errors import ConfigError, PeerFailedError
-from specactor.parallel import addresses
 from specactor.parallel.failure import Member
 
 MEET_S = 300.0
@@ -40,6 +43,9 @@ CONNECT_S = 30.0
 _PACKAGES = ("torch", "megatron-core", "mbridge", "sglang", "transformers")
 _TOKEN = "specactor/token"
 _ASK_AGAIN_S = 1.0
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The environment variable that names the network interface between hosts; `meet` sets it where nobody did."""
+_ANY_PORT = 9
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +97,7 @@ def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, ob
     own = Greeting(
         host=socket.gethostname(),
         machine=Member.here().machine,
-        address=addresses.towards(head),
+        address=towards(head),
         program=program(),
         settings=flat(config),
     )
@@ -99,9 +105,9 @@ def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, ob
     token, verdict = (_hold if rank == 0 else _join)(store, own, rank, world)
     if verdict.problem:
         raise ConfigError(verdict.problem)
-    if len(set(verdict.machines)) > 1 and addresses.INTERFACE not in os.environ:
-        address = addresses.own_address([head, *verdict.addresses])
-        os.environ[addresses.INTERFACE] = addresses.interface_of(address)
+    if len(set(verdict.machines)) > 1 and INTERFACE not in os.environ:
+        address = own_address([head, *verdict.addresses])
+        os.environ[INTERFACE] = interface_of(address)
 
     def open_store() -> Store:
         return PrefixStore(token, _connected(head, port))
@@ -284,3 +290,55 @@ class HostWatch:
                         f"{self._meeting.hosts[rank]}, the host of rank {rank}, has not answered for {SILENT_S:g} s: "
                         "it died, or the network to it is cut."
                     )
+
+
+def own_address(peers: Sequence[str]) -> str:
+    """Return this host's address on the interface that GLOO_SOCKET_IFNAME names, or, where it names none, on the way to
+    the first peer outside. Raises ConfigError where there is none."""
+    named = os.environ.get(INTERFACE, "").partition(",")[0]
+    found = next(iter(_addresses_of(named)), "") if named else leading_out(peers)
+    if not found:
+        raise ConfigError.at(
+            INTERFACE,
+            named,
+            f"a network interface by which {socket.gethostname()} reaches other hosts: here there are "
+            f"{own_addresses()}, and there {peers}",
+            "Set it to the one by which the hosts reach each other.",
+        )
+    return found
+
+
+def leading_out(peers: Sequence[str]) -> str:
+    """Return the address on the way to the first of `peers` that is not this host itself; empty where none is."""
+    return next(filter(_leads_out, map(towards, peers)), "")
+
+
+def towards(peer: str) -> str:
+    """Return the sender that a packet to that host would have; empty where there is no way to it."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def own_addresses() -> list[str]:
+    """Return all addresses of this host, but for those that name an interface."""
+    return [address for name in psutil.net_if_addrs() for address in _addresses_of(name)]
+
+
+def _addresses_of(interface: str) -> list[str]:
+    families = (socket.AF_INET, socket.AF_INET6)
+    every = [of.address for of in psutil.net_if_addrs().get(interface, []) if of.family in families]
+    return [address for address in every if "%" not in address]
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has that address of this host."""
+    return str(next(name for name, each in psutil.net_if_addrs().items() if address in {of.address for of in each}))
+
+
+def _leads_out(address: str) -> bool:
+    return bool(address) and not ip_address(address.partition("%")[0]).is_loopback

@@ -138,8 +138,7 @@ class RolloutCollector:
         problems = self.train_data.drawn(self.prompts.take(self.config.rollout.prompts_per_step))
         requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
         trajectories = self._generate_all(requests, problems)
-        with self.progress.phase("reward"):
-            return self._not_empty(self._score_groups(problems, trajectories))
+        return self._not_empty(self._score_groups(problems, trajectories))
 
     def _collect_teaching(self, step: int) -> list[ScoredGroup]:
         """Return the groups that something is learned from; others are replaced while the rollout goes on."""
@@ -177,12 +176,11 @@ class RolloutCollector:
         others = [number for number in range(num_used) if number not in kept] if len(kept) < want else []
         numbers = [*kept, *others]
         of = {number: [found[r.request_id] for r in requests_of(number)] for number in range(num_used)}
-        with self.progress.phase("reward"):
-            groups = self._score_groups(
-                [drawn[number] for number in numbers],
-                [t for n in numbers for t in of[n]],
-                finished=[t for own in of.values() for t in own],
-            )
+        groups = self._score_groups(
+            [drawn[number] for number in numbers],
+            [t for n in numbers for t in of[n]],
+            finished=[t for own in of.values() for t in own],
+        )
         refill.verdicts.forget()
         return self._not_empty(groups[:want])
 
@@ -217,8 +215,7 @@ class RolloutCollector:
             wanted = [r for r in requests if r.group_id == int(group) and r.request_id.endswith(end)]
             problem = [problems[int(group)]]
             trajectories = self._generate_all(wanted, problem)
-            with self.progress.phase("reward"):
-                found += self._score_groups(problem, trajectories)
+            found += self._score_groups(problem, trajectories)
         return found
 
     def evaluate(self) -> dict[str, list[ScoredGroup]]:
@@ -288,12 +285,8 @@ class RolloutCollector:
         finished, stopped = self._generate(pending, of_pending, enough=share)
         groups, self.left = resume.settled([group.after(finished, stopped) for group in groups], want)
         self.open_groups = self._everywhere(self.left) if rollout.partial else []
-        with self.progress.phase("reward"):
-            return self._not_empty(
-                self._score_groups(
-                    [self.train_data[group.problem] for group in groups], [t for g in groups for t in g.trajectories]
-                )
-            )
+        of_groups = [self.train_data[group.problem] for group in groups]
+        return self._not_empty(self._score_groups(of_groups, [t for group in groups for t in group.trajectories]))
 
     def _everywhere(self, groups: Sequence[resume.OpenGroup]) -> list[resume.OpenGroup]:
         """Return the groups with all that finished on every rank: another one's engine may go on with them."""
@@ -433,9 +426,10 @@ class RolloutCollector:
             finished: with those of groups that were replaced, whose failures are told too.
         """
         size = len(trajectories) // len(problems)
-        self._tell_failures(trajectories if finished is None else finished)
         cuts = [slice(i * size, (i + 1) * size) for i in range(len(problems))]
-        found = [self._group(p, trajectories[cut]) for p, cut in zip(problems, cuts, strict=True)]
+        with self.progress.phase("reward"):
+            self._tell_failures(trajectories if finished is None else finished)
+            found = [self._group(p, trajectories[cut]) for p, cut in zip(problems, cuts, strict=True)]
         return [group for group in found if group is not None]
 
     def _group(self, problem: Problem, trajectories: Sequence[Trajectory]) -> ScoredGroup | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from specactor.config import Config
 from specactor.config.speculation import MADE_BY_WARM_UP, MTP, WARM_UP_HEAD
 from specactor.errors import ConfigError
-from specactor.parallel import addresses
+from specactor.parallel import meeting
 from specactor.parallel.collective import Collective
 from specactor.parallel.devices import gpus, numbers
 from specactor.parallel.failure import Member, View
@@ -331,9 +331,9 @@ def _endpoints(
     """Return what gives this rank's drafters addresses: ones that other hosts reach, if those shall."""
     if not config.parallel.drafter_hosts or len(set(views)) == 1:
         return local_endpoint
-    seen = collective.gather(addresses.towards(head), str)
+    seen = collective.gather(meeting.towards(head), str)
     there = [address for view, address in zip(views, seen, strict=True) if address and view != views[collective.rank]]
-    address = collective.together("drafter address", lambda: addresses.own_address([head, *there]) if starts else "")
+    address = collective.together("drafter address", lambda: meeting.own_address([head, *there]) if starts else "")
     return stack.enter_context(Ports(address)).take
 
 

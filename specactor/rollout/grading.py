@@ -2,7 +2,8 @@
 
 Invariants: every response that was handed over gets one verdict in bounded time, whatever its verifier does; a verifier
 that raises, hangs, exits or returns no finite number costs its own response, not those of others; after `close`
-nothing of any process is left.
+nothing of any process is left. In a process one question has one answer per response, asynchronous verifiers of a
+question wait together, and whatever a verifier raises is an answer; how long one may take is bounded by its owner.
 """
 
 from __future__ import annotations
@@ -10,23 +11,28 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from transformers import PreTrainedTokenizerBase
 
 from specactor.cpu import sglang as cpu
 from specactor.data.verifiers import IN_PROCESS, get_verifier, is_async
-from specactor.errors import EngineError
+from specactor.errors import DataError, EngineError
+from specactor.rollout import frames
 from specactor.rollout.child_process import Call, ChildProcess
-from specactor.rollout.workers import ANSWERS, TOGETHER, Answer, Ask, Job, Scored, Start, sendable
 from specactor.types import Problem, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_WORKERS = 8
 """Processes of a rank: so many verifiers that hang at once hold up the others."""
@@ -37,6 +43,42 @@ GRACE_S = 1.0
 """Beyond its time, until the process of a verifier that has not answered is ended."""
 MAX_HUNG = 8
 """A verifier that has hung so often in a row is not asked again in this rollout."""
+TOGETHER = 64
+"""Asynchronous verifiers that are awaited at a time."""
+_TUPLE = 1
+"""MessagePack has none, and a scorer may compare with one."""
+
+
+class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    path: list[str]
+    """Where Python finds modules: as in the owner."""
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
+class Job(msgspec.Struct, frozen=True):
+    response: str
+    problem: Problem
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    jobs: list[Job]
+    timeout_s: float
+    """Of each; one that is not asynchronous is ended with the process."""
+
+
+class Scored(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    job: int
+    """Its place in the question."""
+    score: float = 0.0
+    failure: str = ""
+    """Begins with its kind, which is the same for many responses."""
+
+
+Answer = Ready | Scored | frames.Failed
+ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 @dataclass(kw_only=True)
@@ -216,7 +258,7 @@ class Grading:
             if self._closed:
                 raise EngineError("the run has ended")
             child: ChildProcess[Answer] = ChildProcess(
-                "specactor.rollout.workers:serve",
+                "specactor.rollout.grading:serve",
                 Start(path=[str(folder) for folder in sys.path]),
                 name="verifiers",
                 answers=ANSWERS,
@@ -232,3 +274,57 @@ class Grading:
             child.kill()
             with contextlib.suppress(ValueError):
                 self._children.remove(child)
+
+
+def sendable(value: Any) -> Any:
+    """Return the value in types that a frame can hold; what has none is left for the encoder to refuse."""
+    if isinstance(value, tuple):
+        return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode([sendable(item) for item in value]))
+    if isinstance(value, list):
+        return [sendable(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: sendable(item) for key, item in value.items()}
+    if isinstance(value, str):  # also NumPy's
+        return str(value)
+    return value.item() if hasattr(value, "item") else value
+
+
+def _received(code: int, data: memoryview) -> tuple[Any, ...]:
+    return tuple(msgspec.msgpack.decode(data, ext_hook=_received))
+
+
+QUESTIONS: msgspec.msgpack.Decoder[Start | Ask] = msgspec.msgpack.Decoder(Start | Ask, ext_hook=_received)
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer until the owner has no more questions; this is the child."""
+    lock = threading.Lock()
+
+    def tell(call: int, answer: msgspec.Struct) -> None:
+        with lock:
+            connection.sendall(frames.pack(call, answer))
+
+    threads = ThreadPoolExecutor(max_workers=TOGETHER)
+    while (frame := frames.read(connection, QUESTIONS)) is not None:
+        header, question = frame
+        if isinstance(question, Start):
+            sys.path[:] = question.path
+            tell(header.call, Ready())
+        elif len(question.jobs) == 1:  # in the main thread, where a verifier may use signals
+            tell(header.call, _scored(0, question.jobs[0], question.timeout_s))
+        else:
+            for number, job in enumerate(question.jobs):
+                threads.submit(_answer, partial(tell, header.call), number, job, question.timeout_s)
+
+
+def _answer(tell: Callable[[Scored], None], number: int, job: Job, timeout_s: float) -> None:
+    tell(_scored(number, job, timeout_s))
+
+
+def _scored(number: int, job: Job, timeout_s: float) -> Scored:
+    try:
+        verify = get_verifier(job.problem.verifier, timeout_s)
+        return Scored(job=number, score=verify(job.response, job.problem))
+    except DataError as error:
+        kind = type(error.__cause__).__name__ if error.__cause__ else "no finite number"
+        return Scored(job=number, failure=f"{kind}: {error}".encode(errors="replace").decode())

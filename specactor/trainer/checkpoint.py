@@ -80,7 +80,7 @@ def write(
     `state` is the caller's, the same on all ranks, of JSON types; `beside` writes further files into the folder, in
     folders of their own, and is called on every rank. Raises CheckpointError where the disk fails.
     """
-    from specactor.trainer import dist_checkpoint
+    from specactor.trainer import model_files
 
     collective = Collective()
     target = root / f"step-{step:06d}"
@@ -94,10 +94,10 @@ def write(
 
     failed = f"{target}: could not be written"
     _on_all(collective, failed, prepare)
-    dist_checkpoint.save(trainer.chunks, trainer.optimizer, folder)
+    model_files.save(trainer.chunks, trainer.optimizer, folder)
     if trainer.critic is not None:
         _on_all(collective, failed, lambda: (folder / _CRITIC).mkdir(exist_ok=True))
-        dist_checkpoint.save(trainer.critic.chunks, trainer.critic.optimizer, folder / _CRITIC)
+        model_files.save(trainer.critic.chunks, trainer.critic.optimizer, folder / _CRITIC)
     beside(folder)
     _on_all(collective, failed, lambda: _save_rng(folder))
     files = _on_all(collective, failed, lambda: _digests(folder, fsync=True))
@@ -131,13 +131,13 @@ def load(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
     Raises CheckpointError for a checkpoint that is missing, damaged, of another model, or of a layout that cannot
     be loaded; the trainer is then unchanged, unless Megatron itself failed half-way.
     """
-    from specactor.trainer import dist_checkpoint
+    from specactor.trainer import model_files
 
     collective = Collective()
     about = _on_all(collective, "", lambda: _read(trainer, path))
-    dist_checkpoint.load(trainer.chunks, trainer.optimizer, path)
+    model_files.load(trainer.chunks, trainer.optimizer, path)
     if trainer.critic is not None:
-        dist_checkpoint.load(trainer.critic.chunks, trainer.critic.optimizer, path / _CRITIC)
+        model_files.load(trainer.critic.chunks, trainer.critic.optimizer, path / _CRITIC)
     if about["layout"] == asdict(trainer.layout):
         _on_all(collective, f"{path}: could not be loaded", lambda: _load_rng(path))
     return dict(about["state"])

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from specactor.config import TrainConfig
 from specactor.cpu import megatron as cpu_platform
-from specactor.data import mimo
+from specactor.data.tokenizer import register_mimo
 from specactor.errors import ConfigError
 from specactor.trainer import fusions
 
@@ -49,7 +49,7 @@ def _import_bridges() -> None:
 
 FAMILIES = ("qwen2", "qwen2moe", "qwen3", "qwen3moe", "llama", "mixtral", "mimo", "deepseek_v3", "glm4moe")
 _import_bridges()
-mimo.register()
+register_mimo()
 
 import mbridge  # noqa: E402
 from mbridge.core.bridge import register_model  # noqa: E402

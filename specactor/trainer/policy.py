@@ -23,9 +23,9 @@ from specactor.trainer import model
 from specactor.trainer.critic import Critic, CriticStats
 from specactor.trainer.drafter.states import StateRecorder
 from specactor.trainer.drafter.top_k import TopKRecorder
-from specactor.trainer.export import export_hf
 from specactor.trainer.losses import token_weights
 from specactor.trainer.microbatch import Estimate, MicroBatch, items_of
+from specactor.trainer.model_files import export_hf
 from specactor.trainer.model_trainer import ModelTrainer, Objective, unwatched
 from specactor.trainer.objective import (
     SLACK,

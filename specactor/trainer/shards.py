@@ -22,8 +22,7 @@ from torch import Tensor
 from specactor.trainer.model import Policy
 from specactor.weights_sync import plan
 from specactor.weights_sync.buckets import Part, Spread, aligned, rounds
-from specactor.weights_sync.device_pull import SharedCopy, room_bytes
-from specactor.weights_sync.memory import SharedBuffer
+from specactor.weights_sync.memory import SharedBuffer, SharedCopy, room_bytes
 from specactor.weights_sync.messages import Holding
 
 

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from specactor.parallel.collective import Collective
-from specactor.weights_sync.device_pull import SharedCopy
 from specactor.weights_sync.digest import digest_of, digest_spans
-from specactor.weights_sync.memory import Address, open_address
+from specactor.weights_sync.memory import Address, SharedCopy, open_address
 from specactor.weights_sync.messages import Holding, PullReply
 from specactor.weights_sync.mirrors import Crossing, Mirrors, crossings
 from specactor.weights_sync.plan import Chunk, Span, merged

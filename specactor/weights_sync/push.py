@@ -13,9 +13,8 @@ from specactor.config import WeightsSyncConfig
 from specactor.errors import EngineError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.weights_sync.buckets import Slot, aligned
-from specactor.weights_sync.device_pull import SharedCopy, room_bytes
 from specactor.weights_sync.digest import copy_with_digest, digest_on
-from specactor.weights_sync.memory import SharedBuffer
+from specactor.weights_sync.memory import SharedBuffer, SharedCopy, room_bytes
 from specactor.weights_sync.messages import (
     CHECK,
     COMMIT,

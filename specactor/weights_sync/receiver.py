@@ -22,10 +22,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specactor.errors import WeightSyncError
-from specactor.weights_sync import device_pull, plan
+from specactor.weights_sync import plan
 from specactor.weights_sync.buckets import Slot
 from specactor.weights_sync.digest import Memory, copy_and_digest, digest_of
-from specactor.weights_sync.memory import Address, open_address, read_only, unregister
+from specactor.weights_sync.memory import Address, open_address, pull_on_device, read_only, unregister
 from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Holding, PlanReply, Pull, PullReply, Round
 
 _MAX_VIEWS = 256  # mapped buckets and mirrors that are kept: two of each per rank of the trainer
@@ -245,7 +245,7 @@ class Receiver:
     def _digests(parameters: dict[str, torch.Tensor], own: _Plan, *, copies: bool) -> tuple[int, ...]:
         memories: Any = own.memories if copies else None
         if any(raw.device.type != "cpu" for raw in parameters.values()):
-            return device_pull.pull(parameters, own.chunks, memories)
+            return pull_on_device(parameters, own.chunks, memories)
         flat = {name: raw.numpy() for name, raw in parameters.items()}
         return tuple(
             copy_and_digest([flat[name] for name in chunk.parameters], chunk.blocks, memories) for chunk in own.chunks

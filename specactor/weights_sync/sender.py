@@ -22,8 +22,7 @@ from dataclasses import dataclass
 
 from specactor.config import WeightsSyncConfig
 from specactor.parallel.collective import Collective
-from specactor.weights_sync.device_pull import SharedCopy
-from specactor.weights_sync.memory import SharedBuffer
+from specactor.weights_sync.memory import SharedBuffer, SharedCopy
 from specactor.weights_sync.messages import CHECK, LOAD, Holding
 from specactor.weights_sync.mirrors import Mirrors
 from specactor.weights_sync.pulls import JobPlan

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from specactor.data.math_answers import MathAnswers
+from specactor.data.verifiers import MathAnswers
 from specactor.errors import DataError
 
 SLOW = r"\boxed{9^{9^{9^{9}}}}"
@@ -73,8 +73,8 @@ def test_a_closed_one_leaves_no_process(answers: MathAnswers) -> None:
 
 def test_the_child_ends_when_its_parent_is_killed() -> None:
     script = (
-        "import time; from specactor.data.math_answers import shared\n"
-        "assert shared.readable('7'); print(shared._child.pid, flush=True); time.sleep(60)"
+        "import time; from specactor.data.verifiers import MATH_ANSWERS\n"
+        "assert MATH_ANSWERS.readable('7'); print(MATH_ANSWERS._child.pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

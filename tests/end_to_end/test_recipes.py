@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from specactor.metrics import read_metrics
 from specactor.recipes import load, recipes
-from tests.end_to_end.conftest import ROOT
+from specactor.rollout.warm_starter import WarmStarter
 from tests.end_to_end.recipes_run import FAILING, RESPONSES
+from tests.lib.ranks import torchrun
 
 NAMES = sorted(recipes())
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+def lines(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
     """The metrics of the two steps of each recipe."""
     folder = tmp_path_factory.mktemp("recipes")
-    command = [sys.executable, "-m", "tests.end_to_end.recipes_run", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=840)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said = torchrun(1, "tests.end_to_end.recipes_run", folder, folder=folder, limit_s=840)
+    assert code == 0, said
     return {
         name: [{k: float(str(v)) for k, v in line.items()} for line in read_metrics(folder / "runs" / name)[1:]]
         for name in NAMES

@@ -12,9 +12,12 @@ import runpy
 import signal
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
+from specactor.config import TinyModelConfig
 from tests.ending import end_tree
 
 _FORKED = multiprocessing.get_context("forkserver")
@@ -51,14 +54,29 @@ def run_ranks(world: int, target: str, *arguments: object, folder: Path) -> str:
 
 def run_alone(module: str, *arguments: object, limit_s: float = 240.0) -> None:
     """Run a module in a process, which must end well."""
-    child = _FORKED.Process(target=_become_rank, args=((module, *map(str, arguments)), dict(os.environ)))
-    child.start()
+    run_beside([(module, *arguments)], limit_s=limit_s)
+
+
+def run_beside(commands: Sequence[tuple[object, ...]], *, limit_s: float = 240.0) -> None:
+    """Run modules with their arguments side by side, without a launcher; all must end well."""
+    named = [tuple(map(str, command)) for command in commands]
+    children = [_FORKED.Process(target=_become_rank, args=(command, dict(os.environ))) for command in named]
     try:
-        child.join(limit_s)
-        assert child.exitcode == 0, (module, *arguments)
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(limit_s)
+        assert [child.exitcode for child in children] == [0] * len(children), named
     finally:
-        child.kill()
-        child.join()
+        for child in children:
+            child.kill()
+            child.join()
+
+
+def make_tiny(shape: TinyModelConfig, folder: Path) -> None:
+    """As `make_tiny_model`, in a process that has imported what it needs."""
+    folder.mkdir()
+    run_alone("specactor.data.tiny_model", msgspec.json.encode(shape).decode(), 0, folder)
 
 
 def _launch(world: int, command: tuple[str, ...], log: Path, environment: Mapping[str, str]) -> None:

@@ -24,8 +24,8 @@ from specactor.rollout.sglang import sampling, verify_batch, verify_worker  # no
 from specactor.rollout.speculation.verification import DraftTree, accepted_path, chain, merged  # noqa: E402
 from specactor.trainer import microbatch  # noqa: E402
 from specactor.types import TrainSequence  # noqa: E402
-from specactor.weights_sync import device_pull, digest  # noqa: E402
-from specactor.weights_sync.device_pull import SharedCopy  # noqa: E402
+from specactor.weights_sync import digest, memory  # noqa: E402
+from specactor.weights_sync.memory import SharedCopy  # noqa: E402
 from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, PLAN, PULL, Holding  # noqa: E402
 from specactor.weights_sync.plan import Held, held  # noqa: E402
 from specactor.weights_sync.receiver import Receiver  # noqa: E402
@@ -375,9 +375,7 @@ def main(library: Path) -> None:
             "of the trainer's copies": pull_that_lacks_a_wait(
                 "cuda:0", "cuda:3", torch.cuda, "synchronize", lambda *_: None
             ),
-            "of the engine's copies": pull_that_lacks_a_wait(
-                "cuda:0", "cuda:3", device_pull, "read_totals", read_at_once
-            ),
+            "of the engine's copies": pull_that_lacks_a_wait("cuda:0", "cuda:3", memory, "read_totals", read_at_once),
         }
         found["digests"] = digests("cuda")
         found["offload"] = away_and_back("cuda", waits=True)

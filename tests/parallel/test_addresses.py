@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from specactor.errors import ConfigError
-from specactor.parallel import addresses
-from specactor.parallel.addresses import interface_of, leading_out, own_address, own_addresses, towards
+from specactor.parallel import meeting
+from specactor.parallel.meeting import interface_of, leading_out, own_address, own_addresses, towards
 
 
 def test_the_way_to_a_host_begins_at_an_address_of_this_one() -> None:
@@ -23,7 +23,7 @@ def test_an_interface_is_known_by_its_address() -> None:
 def test_loopback_is_no_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on the host of rank 0, whose own name may lead to itself."""
     ways = {"head": "127.0.0.1", "10.1.0.7": "10.1.0.3", "10.9.0.1": "10.9.0.2", "gone": ""}
-    monkeypatch.setattr(addresses, "towards", ways.__getitem__)
+    monkeypatch.setattr(meeting, "towards", ways.__getitem__)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert own_address(["head", "gone", "10.1.0.7", "10.9.0.1"]) == "10.1.0.3"
     assert leading_out(["head", "10.9.0.1"]) == "10.9.0.2"

@@ -17,9 +17,8 @@ import reasoning_gym
 from specactor.data.verifiers import get_verifier
 from specactor.errors import DataError
 from specactor.rollout import grading as module
-from specactor.rollout.grading import Grading
+from specactor.rollout.grading import Grading, Scored
 from specactor.rollout.process_guard import descendants
-from specactor.rollout.workers import Scored
 from specactor.types import Problem
 
 HERE = "tests.rollout.verifiers"

@@ -22,7 +22,7 @@ import torch.distributed as dist  # noqa: E402
 
 from specactor.parallel.collective import destroy_groups, init_groups  # noqa: E402
 from specactor.parallel.layout import Layout  # noqa: E402
-from specactor.trainer import checkpoint, dist_checkpoint  # noqa: E402
+from specactor.trainer import checkpoint, model_files  # noqa: E402
 from specactor.trainer.model import DETERMINISTIC, Policy, settle_arithmetic  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from specactor.trainer.shards import RankShards  # noqa: E402
@@ -50,7 +50,7 @@ def fused_names(policy: Policy) -> list[str]:
 def gathers_on_the_host() -> bool:
     """What Megatron is told on a GPU of how it gathers the optimizer for a checkpoint."""
     with mock.patch("torch.cuda.is_available", return_value=True):
-        return bool(dist_checkpoint._metadata()["distrib_optim_fully_reshardable_mem_efficient"])
+        return bool(model_files._metadata()["distrib_optim_fully_reshardable_mem_efficient"])
 
 
 def arithmetic() -> dict[str, Any]:

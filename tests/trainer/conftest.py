@@ -44,6 +44,9 @@ DENSE_2 = {"TP2": {"tensor": 2}, "PP2": {"pipeline": 2}}
 DENSE = [("dense", "TP2"), ("tied", "PP2")]
 """Models without experts, in `make check`: one whose embeddings are tied has them on both stages. The rest is deep."""
 
+CRITICS = [("DP2", "PP2"), ("EP2", "TP2xEP2")]
+"""A critic is saved under the first layout, and loaded under the second; the last two are deep."""
+
 OPTIMIZER_STATES = ("float32", "bfloat16", "host")
 OVERLAPPING = ("DP2", "PP2xVPP2", "EP2")
 """The last is deep."""
@@ -121,12 +124,14 @@ def two_ranks(
         spec[f"optimizer {state}"] = entry
     for name in OVERLAPPING if deep else OVERLAPPING[:2]:
         spec[f"overlap {name}"] = {"check": "overlap", "model": moe, "parallel": LAYOUTS_2[name]}
-    spec["save ppo"] = spec["save EP2"] | {"critic": True, "root": str(folder / "ppo")}
+    for saved, loaded in CRITICS if deep else CRITICS[:1]:
+        root = folder / f"ppo {saved}"
+        spec[f"save ppo {saved}"] = spec[f"save {saved}"] | {"critic": True, "root": str(root)}
+        entry = {"check": "load", "model": moe, "parallel": LAYOUTS_2[loaded], "path": str(root / "step-000002")}
+        spec[f"load ppo {saved}"] = entry | {"critic": True}
     tp2, ep2 = str(folder / "TP2" / "step-000002"), str(folder / "EP2" / "step-000002")
     spec["TP2 -> PP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["PP2"], "path": tp2}
     spec["EP2 -> TP2xEP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["TP2xEP2"], "path": ep2}
-    ppo = {"critic": True, "path": str(folder / "ppo" / "step-000002")}
-    spec["ppo EP2 -> TP2xEP2"] = spec["EP2 -> TP2xEP2"] | ppo
     spec["TP2 -> EP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["EP2"], "path": tp2}
     return launch(2, spec, folder) | {"checkpoints": {"TP2": tp2, "EP2": ep2}}
 

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 from specactor.config import TinyModelConfig
-from specactor.data.tiny_model import make_tiny_model
-from tests.trainer.conftest import LIMIT_S, ROOT, environment
+from tests.lib.ranks import make_tiny
+from tests.lib.scripts import found_by
+from tests.trainer.conftest import LIMIT_S, environment
 
 SHAPE = TinyModelConfig(num_layers=2, hidden_size=128, num_experts=4, expert_size=64)
 
 
 def test_a_wrapped_model_is_trained_saved_and_handed_over(tmp_path: Path) -> None:
     """Under the names that mbridge knows: without the wrapper's `module.` before them."""
-    make_tiny_model(SHAPE, 0, tmp_path / "model")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.trainer.bfloat16_script", str(tmp_path / "model"), str(tmp_path)],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    make_tiny(SHAPE, tmp_path / "model")
+    found = found_by("tests.trainer.bfloat16_script", tmp_path / "model", tmp_path, limit_s=LIMIT_S, **environment())
     assert found["wrapper"] == "Float16Module"  # else this test would show nothing
     assert "embedding.word_embeddings.weight" in found["names"]
     assert not [name for name in found["names"] if name.startswith("module.")]

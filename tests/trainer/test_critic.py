@@ -16,6 +16,7 @@ from specactor.trainer.critic import Critic
 from specactor.trainer.losses import gae, gae_of_turns, turn_numbers, value_loss_T, whitened
 from specactor.trainer.microbatch import Estimate
 from specactor.types import TrainSequence
+from tests.trainer.conftest import CRITICS
 
 Gae = Callable[..., tuple[list[Tensor], list[Tensor]]]
 
@@ -303,16 +304,20 @@ def test_a_wrong_value_loss_is_caught(wrong: ValueLoss) -> None:
 # ------------------------------------------------------------------------------------------------------------ resuming
 
 
-def test_a_resumed_run_goes_on_bit_for_bit_with_its_critic(two_ranks: dict[str, Any]) -> None:
-    saved = two_ranks["save ppo"]
+OF_SAVED = pytest.mark.parametrize("layout", [CRITICS[0][0], pytest.param(CRITICS[1][0], marks=pytest.mark.deep)])
+
+
+@OF_SAVED
+def test_a_resumed_run_goes_on_bit_for_bit_with_its_critic(two_ranks: dict[str, Any], layout: str) -> None:
+    saved = two_ranks[f"save ppo {layout}"]
     assert saved["resumed"] == saved["undisturbed"]
     assert saved["before"][1]["critic_loss"] != saved["undisturbed"][0]["critic_loss"]
 
 
-def test_a_critic_is_loaded_under_another_layout(two_ranks: dict[str, Any]) -> None:
-    for got, expected in zip(
-        two_ranks["ppo EP2 -> TP2xEP2"]["resumed"], two_ranks["save ppo"]["undisturbed"], strict=True
-    ):
+@OF_SAVED
+def test_a_critic_is_loaded_under_another_layout(two_ranks: dict[str, Any], layout: str) -> None:
+    loaded, saved = two_ranks[f"load ppo {layout}"], two_ranks[f"save ppo {layout}"]
+    for got, expected in zip(loaded["resumed"], saved["undisturbed"], strict=True):
         for name in ("critic_loss", "critic_grad_norm", "critic_explained_variance"):
             assert got[name] == pytest.approx(expected[name], rel=1e-4), name
 

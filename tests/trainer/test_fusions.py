@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +9,8 @@ import pytest
 from specactor.doctor import joined_kernels
 from specactor.recipes import load
 from specactor.trainer.fusions import GRADIENTS, NEEDS, UNUSED, fields
-from tests.trainer.conftest import ROOT, environment
+from tests.lib.scripts import found_by
+from tests.trainer.conftest import environment
 
 MODULES = sorted({*NEEDS.values()})
 CASES = {
@@ -56,17 +54,7 @@ def test_the_doctor_says_what_is_missing() -> None:
 def test_megatron_takes_these_settings() -> None:
     """Its own checks, in its branch for TransformerEngine, which a stand-in with that package's names lets it take; of
     the configurations that mbridge makes of models. Settings that it must refuse are refused."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.trainer.fusions_script"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = found_by("tests.trainer.fusions_script", **environment())
     assert set(found["taken"]) == {"dense", "mixture"}
     for family, on in found["taken"].items():
         assert on == {name: name != "gradient_accumulation_fusion" for name in NEEDS}, family

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,7 @@ from torch import Tensor
 
 import specactor.trainer.logprobs as module
 from specactor.trainer.logprobs import vocab_parallel_logprobs
-
-RANK_SCRIPT = Path(__file__).with_name("logprobs_rank.py")
+from tests.lib.ranks import run_beside
 
 
 def make_case(
@@ -73,18 +70,9 @@ CASES = {
 def test_two_ranks_equal_the_whole_vocabulary(tmp_path: Path) -> None:
     cases, world = list(CASES.values()), 2
     torch.save(cases, tmp_path / "cases.pt")
-    command = [sys.executable, str(RANK_SCRIPT)]
     outputs = [tmp_path / f"rank{r}.pt" for r in range(world)]
-    ranks = [
-        subprocess.Popen([*command, str(r), str(world), *map(str, (tmp_path / "store", tmp_path / "cases.pt", out))])
-        for r, out in enumerate(outputs)
-    ]
-    try:
-        assert [process.wait(timeout=120) for process in ranks] == [0] * world
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait(timeout=10)
+    files = (tmp_path / "store", tmp_path / "cases.pt")
+    run_beside([("tests.trainer.logprobs_rank", r, world, *files, out) for r, out in enumerate(outputs)])
     results = [torch.load(out, weights_only=True) for out in outputs]
     for case, one, two in zip(cases, *results, strict=True):
         assert torch.equal(one["logprobs"], two["logprobs"])

@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from specactor.config.speculation import MADE_BY_WARM_UP
 from specactor.errors import ConfigError
 from specactor.recipes import load
+from tests.lib.ranks import make_tiny, run_ranks
 
 WANTED: tuple[str, ...] = ("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model")
 WANTED += ("--rollout.speculation.draft-model", "warm-up")
 
 
-def two_ranks(folder: Path, *wanted: str) -> str:
-    """Return what the first of them prints."""
-    command = [sys.executable, "-m", "tests.trainer.warmup_script", str(folder)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank), *wanted], **pipes) for rank in range(2)]  # type: ignore[call-overload]
-    try:
-        said = [rank.communicate(timeout=600)[0] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0], said
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait(timeout=10)
-    return str(said[0])
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of every kind of draft model, made by the same two ranks."""
+    folder = tmp_path_factory.mktemp("warm-up")
+    tiny = load(["quickstart"]).model.tiny
+    assert tiny is not None
+    make_tiny(replace(tiny, num_layers=2), folder / "policy")
+    run_ranks(2, "tests.trainer.warmup_script", folder, *WANTED[:-1], folder=folder)
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found | {"folder": folder}
 
 
-@pytest.mark.parametrize("kind", ["warm-up", "warm-up-head"])
-def test_a_draft_model_is_made_once_and_knows_the_worked_solutions(tmp_path: Path, kind: str) -> None:
-    found = json.loads(two_ranks(tmp_path, *WANTED[:-1], kind).splitlines()[-1])
+@pytest.mark.parametrize("kind", MADE_BY_WARM_UP)
+def test_a_draft_model_is_made_once_and_knows_the_worked_solutions(results: dict[str, Any], kind: str) -> None:
+    found = results[kind]
     first, second = found["folders"]
     assert first == second
-    assert Path(first).parent == tmp_path / ".warm-up"
+    assert Path(first).parent == results["folder"] / ".warm-up"
     assert found["else_as_asked"]
     assert found["told"] == 1, "the second time it is read"
     learned, fresh = found["entropy"] if kind == "warm-up" else [1 - share for share in found["overlap"]]

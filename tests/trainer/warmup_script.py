@@ -1,4 +1,4 @@
-"""Run by test_warmup as two ranks: makes a draft model of the warm-up in a folder; the first one prints what it is."""
+"""Run by test_warmup as two ranks: makes draft models of the warm-up of a policy; the first writes what they are."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch.distributed as dist
 from rich.console import Console
 
+from specactor.config.speculation import MADE_BY_WARM_UP, WARM_UP_HEAD
 from specactor.data.dataset import build_dataset
-from specactor.data.tiny_model import make_tiny_model
 from specactor.data.tokenizer import load_tokenizer
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
@@ -23,30 +23,33 @@ from specactor.trainer.drafter.buffer import example_from
 from specactor.trainer.drafter.head import Eagle3Start
 
 
-def main(root: Path, rank: int, *wanted: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
+def main(root: Path, *wanted: str) -> None:
+    """Args: a folder with a policy; settings, up to those that name the draft model."""
+    dist.init_process_group("gloo")
     warmup.DRAFT_LIMIT_S, warmup.DRAFT_BATCHES = 600.0, 8  # however busy the machine is
-    warmup.DRAFT_UPDATES = warmup.HEAD_UPDATES = 60
+    warmup.DRAFT_UPDATES, warmup.HEAD_UPDATES = 80, 60
+    found = {kind: about(root, kind, *wanted, kind) for kind in MADE_BY_WARM_UP}
+    if dist.get_rank() == 0:
+        Path(root, "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def about(root: Path, kind: str, *wanted: str) -> dict[str, Any] | None:
+    """Make one kind of draft model on all ranks, and say on the first what it is."""
     config = load(["quickstart", *wanted, "--output-dir", str(root)])
-    assert config.model.tiny is not None
-    policy, start = root / "policy", root / "start"
-    head = config.rollout.speculation.first_draft_model == "warm-up-head"
-    collective = Collective()
-    if rank == 0:
-        make_tiny_model(replace(config.model.tiny, num_layers=2 if head else 1), 0, policy)
-    collective.barrier()
+    policy, start = root / "policy", root / f"start-{kind}"
+    head, collective = kind == WARM_UP_HEAD, Collective()
     tokenizer = load_tokenizer(policy)
     problems = build_dataset(replace(config.data.train_source, size=200), tokenizer, max_prompt_tokens=100)
-    told = root / f"told-{rank}"
+    told = root / f"told-{kind}-{collective.rank}"
     with told.open("w") as file:
         progress = Progress(1, enabled=False, console=Console(file=file))
         made = [
             warmup.with_draft_model(config, policy, problems, tokenizer, collective, progress).rollout.speculation
             for _ in range(2)
         ]
-    dist.destroy_process_group()
-    if rank:
-        return
+    if collective.rank:
+        return None
     solver = warmup.find_solver(config.warmup.solver)
     solved = warmup.solved_batch(config, problems, solver, tokenizer, stage=0, step=99)
     calculator = load(["calculator"])
@@ -66,30 +69,25 @@ def main(root: Path, rank: int, *wanted: str) -> None:
     policies = [target, target] if head else models
     measured = [acceptance.measure(of, m, examples, window=4, seed=0) for of, m in zip(policies, models, strict=True)]
     nothing = cast(Any, None)
-    others = [load(["quickstart", *words]) for words in ([], [*wanted[:4], "--rollout.speculation.draft-model", "x"])]
-    print(
-        json.dumps(
-            {
-                "folders": [speculation.first_draft_model for speculation in made],
-                "else_as_asked": replace(made[0], draft_model=(wanted[-1],)) == config.rollout.speculation,
-                "told": told.read_text().count("a draft model learns"),
-                "not_learned": [
-                    tokenizer.decode(
-                        [t for t, learned in zip(s.token_ids[s.prompt_len :], s.loss_mask, strict=True) if not learned]
-                    )
-                    for s in asked
-                ],
-                "responses": [tokenizer.decode(s.token_ids[s.prompt_len :]) for s in asked],
-                "entropy": [each.entropy for each in measured],
-                "overlap": [each.overlap for each in measured],
-                "left_alone": [
-                    warmup.with_draft_model(other, root, nothing, nothing, nothing, nothing) is other
-                    for other in others
-                ],
-            }
-        )
-    )
+    others = [load(["quickstart", *words]) for words in ([], [*wanted[:-1], "x"])]
+    return {
+        "folders": [speculation.first_draft_model for speculation in made],
+        "else_as_asked": replace(made[0], draft_model=(wanted[-1],)) == config.rollout.speculation,
+        "told": told.read_text().count("a draft model learns"),
+        "not_learned": [
+            tokenizer.decode(
+                [t for t, learned in zip(s.token_ids[s.prompt_len :], s.loss_mask, strict=True) if not learned]
+            )
+            for s in asked
+        ],
+        "responses": [tokenizer.decode(s.token_ids[s.prompt_len :]) for s in asked],
+        "entropy": [each.entropy for each in measured],
+        "overlap": [each.overlap for each in measured],
+        "left_alone": [
+            warmup.with_draft_model(other, root, nothing, nothing, nothing, nothing) is other for other in others
+        ],
+    }
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(Path(sys.argv[1]), *sys.argv[2:])

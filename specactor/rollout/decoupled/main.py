@@ -62,7 +62,6 @@ def serve(
     on_ready: Callable[[Started], None],
     keys: DrafterKeys | None = None,
     max_tokens: int = 4_000_000,
-    max_lanes: int = MAX_LANES,
     owner_fd: int | None = None,
     asleep: bool = False,
     on_owner: Callable[[Loop], bool] = lambda loop: False,
@@ -74,7 +73,7 @@ def serve(
     """
     parent = os.getppid()
     hub = Hub(endpoint, keys=keys)
-    loop = Loop(continuer, hub, max_tokens=max_tokens, max_lanes=max_lanes)
+    loop = Loop(continuer, hub, max_tokens=max_tokens)
     if asleep:
         loop.sleep()
     try:

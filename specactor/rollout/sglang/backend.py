@@ -25,7 +25,7 @@ import torch
 from specactor.errors import EngineError
 from specactor.rollout import process_guard
 from specactor.rollout.resume import num_begun
-from specactor.rollout.sglang import partial_response, rank_calls, routed_experts, stopping
+from specactor.rollout.sglang import rank_calls, responses, routed_experts
 from specactor.rollout.sglang.engine_protocol import EngineSpec
 from specactor.types import FinishReason, RolloutRequest
 
@@ -123,8 +123,8 @@ class Backend:
         self._num_batches += 1
         manager = self._engine.tokenizer_manager
         if manager.tokenizer is None and any(request.sampling.stop for request in requests):
-            manager.tokenizer = stopping.Text(manager.server_args.tokenizer_path or self._spec.model_dir)
-        inputs = [list(request.prompt_ids) + partial_response.tokens(request) for request in requests]
+            manager.tokenizer = responses.Text(manager.server_args.tokenizer_path or self._spec.model_dir)
+        inputs = [list(request.prompt_ids) + responses.begun_tokens(request) for request in requests]
         start = min(map(len, inputs)) - 1 if all(request.begun for request in requests) else 0
         rids = [f"{self._num_batches}.{i}." for i in range(len(requests))]  # SGLang aborts by prefix
         self._rids |= {request.request_id: rid for request, rid in zip(requests, rids, strict=True)}
@@ -277,7 +277,7 @@ def _sampling(request: RolloutRequest, stream_interval: int) -> dict[str, Any]:
         "ignore_eos": sampling.ignore_eos,
         "sampling_seed": request.seed,
         "stream_interval": stream_interval,
-        "custom_params": partial_response.marked(request),
+        "custom_params": responses.custom_params(request),
     }
 
 

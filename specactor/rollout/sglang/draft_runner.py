@@ -128,15 +128,8 @@ def load_alone(
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed import bootstrap
-    from sglang.srt.layers.moe import initialize_moe_config
-    from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.runtime_context import SpawnRanks, get_device, get_schedule, publish
-    from sglang.srt.server_args import ServerArgs
-
-    server_args = ServerArgs(
-        **_alone(
+    return _runner_of(
+        _alone(
             model_path=model_dir,
             dtype=dtype,
             context_length=context_length,
@@ -146,6 +139,16 @@ def load_alone(
             random_seed=random_seed,
         )
     )
+
+
+def _runner_of(server_args: Any) -> Any:
+    """Return SGLang's runner, alone in its process."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.runtime_context import SpawnRanks, get_device, get_schedule, publish
+
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     initialize_moe_config()
     model_config = ModelConfig.from_server_args(server_args)
@@ -165,8 +168,10 @@ def load_alone(
     return runner
 
 
-def _alone(**arguments: Any) -> dict[str, Any]:
-    """Arguments of SGLang's server for `load_alone`."""
+def _alone(**arguments: Any) -> Any:
+    """Return SGLang's ServerArgs for `load_alone`."""
+    from sglang.srt.server_args import ServerArgs
+
     arguments |= {
         "skip_tokenizer_init": True,
         "enable_deterministic_inference": True,
@@ -178,7 +183,7 @@ def _alone(**arguments: Any) -> dict[str, Any]:
     if not torch.cuda.is_available():
         arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True}
         arguments["disable_cuda_graph"] = True
-    return arguments
+    return ServerArgs(**arguments)
 
 
 @dataclass(slots=True)

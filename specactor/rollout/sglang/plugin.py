@@ -9,16 +9,15 @@ from __future__ import annotations
 import torch
 
 from specactor.cpu import sglang_hooks
-from specactor.data import mimo
+from specactor.data.tokenizer import register_mimo
 from specactor.rollout.sglang import (
     draft_runner,
+    gpu,
     rank_calls,
+    responses,
     routed_experts,
-    row_graphs,
     sampling,
     speculation_calls,
-    stopping,
-    tile_backend,
     verify_worker,
 )
 from specactor.weights_sync import messages
@@ -30,10 +29,10 @@ def register() -> None:
     if not torch.cuda.is_available():
         sglang_hooks.install()
     else:
-        tile_backend.install()
-    for part in (sampling, stopping, routed_experts, row_graphs, draft_runner):
+        gpu.install_tiles()
+    for part in (sampling, responses, routed_experts, gpu, draft_runner):
         part.install()
-    mimo.register()
+    register_mimo()
     receiver = Receiver()
     rank_calls.RANK_CALLS.update(
         {

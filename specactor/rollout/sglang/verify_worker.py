@@ -32,9 +32,8 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from specactor.config import SpeculationConfig
 from specactor.config.speculation import MTP
 from specactor.errors import EngineError
-from specactor.rollout.sglang import draft_runner, head_runner, overlap, partial_response
+from specactor.rollout.sglang import draft_runner, head_runner, overlap, responses
 from specactor.rollout.sglang.model_drafter import ModelDrafter
-from specactor.rollout.sglang.round_trace import RoundTrace
 from specactor.rollout.sglang.verify_batch import (
     Branches,
     Rows,
@@ -47,6 +46,7 @@ from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.probing import SOON
 from specactor.rollout.speculation.speculator import Speculator
 from specactor.rollout.speculation.verification import NOTHING, DraftTree, accepted_path, chain
+from specactor.trace import RoundTrace
 
 NAME = "SPECACTOR"
 _ROOT = [0]
@@ -255,9 +255,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
                 round_s=self._ended - began,
             )
         emitted = self._emit(result, rows, paths, base)
-        self.rounds.verified(
-            entered, decided, self._ended, requests=len(reqs), rows=rows.total, emitted=sum(map(len, paths))
-        )
+        times = (entered, decided, self._ended, time.perf_counter())
+        self.rounds.verified(*times, requests=len(reqs), rows=rows.total, emitted=sum(map(len, paths)))
         return emitted
 
     def _accepted(self, reqs: Sequence[Any], rows: Rows, samples: Sequence[int]) -> list[list[int]]:
@@ -323,7 +322,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     def _open(self, req: Any) -> None:
         assert self.speculator is not None
-        sampling, begun = req.sampling_params, list(partial_response.conversation(req))
+        sampling, begun = req.sampling_params, list(responses.conversation_of(req))
         sequence = DraftSequence(
             request_id=req.rid,
             prompt_ids=tuple(req.origin_input_ids)[: len(req.origin_input_ids) - len(begun)],
@@ -331,7 +330,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             seed=sampling.sampling_seed or 0,
             temperature=0.0 if draft_runner.is_greedy(sampling) else sampling.temperature,
         )
-        may_draft = partial_response.is_drafted(req)
+        may_draft = responses.is_drafted(req)
         self._running[req.rid] = _Running(req, sequence, len(begun), may_draft)
         self._plain_left = min(self._plain_left, SOON)
         self.speculator.open(sequence)

@@ -22,7 +22,7 @@ from specactor.types import TrainSequence
 
 if TYPE_CHECKING:
     from torch import Tensor
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from specactor.replay import records
@@ -287,10 +287,3 @@ def _lines(file: Path) -> Iterator[RolloutLine]:
                 f"{file}:{number}: got {error}, expected an object with prompt_ids and token_ids. "
                 "Give files of rollouts."
             ) from error
-
-
-def write_rollouts(file: Path, lines: Iterable[RolloutLine]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("ab") as stream:
-        for line in lines:
-            stream.write(msgspec.json.encode(line) + b"\n")

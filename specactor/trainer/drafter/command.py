@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -210,13 +211,7 @@ def learn(
     )
     trainer.buffer.add(examples)
     if not len(trainer.buffer):
-        longest = min(settings.tokens_per_microbatch, settings.buffer_tokens)
-        raise ConfigError.at(
-            "distillation.tokens_per_microbatch, buffer_tokens",
-            longest,
-            "more tokens than the shortest prompt",
-            "Raise both to the tokens of a prompt with its response.",
-        )
+        raise _nothing_fits(settings)
     deadline = Deadline(time.perf_counter, limit_s, expected_s=0.0, group=group, device=trainer.device)
     if once:  # of what fits the buffer alone
         examples_with_top_k = acceptance.with_top_k(
@@ -228,16 +223,26 @@ def learn(
         )
         trainer.buffer.add(examples_with_top_k)
 
-    def falling(update: int) -> float:
-        rise = min(1.0, (update + 1) / max(1, settings.warmup_updates))
-        return settings.learning_rate * rise * max(0.01, 1 - update / updates)
-
     return trainer.refresh(
         limit_s=limit_s - deadline.elapsed_s(),
         clock=time.perf_counter,
         max_updates=updates,
-        rate_of=falling if updates else None,
+        rate_of=partial(_falling_rate, settings, updates) if updates else None,
     )
+
+
+def _nothing_fits(settings: DraftTrainingConfig) -> ConfigError:
+    return ConfigError.at(
+        "distillation.tokens_per_microbatch, buffer_tokens",
+        min(settings.tokens_per_microbatch, settings.buffer_tokens),
+        "more tokens than the shortest prompt",
+        "Raise both to the tokens of a prompt with its response.",
+    )
+
+
+def _falling_rate(settings: DraftTrainingConfig, updates: int, update: int) -> float:
+    rise = min(1.0, (update + 1) / max(1, settings.warmup_updates))
+    return settings.learning_rate * rise * max(0.01, 1 - update / updates)
 
 
 def evaluate(options: EvalOptions) -> acceptance.Acceptance:

@@ -10,12 +10,28 @@ from typing import Any
 
 import numpy as np
 
+from specactor.rollout.conversations import Conversations
+from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import RolloutRequest, Trajectory
 
 
 def probe(engine: Engine, name: str, argument: object = None) -> Any:
     return json.loads(engine.rank_call(f"probe.{name}", json.dumps(argument).encode(), timeout_s=60)[0])
+
+
+def all_of(pool: EnginePool, requests: Sequence[RolloutRequest], conversations: Conversations) -> list[Trajectory]:
+    """All conversations to their end, in their order; engines that die are started again."""
+    finished: list[Trajectory] = []
+    pending = list(requests)
+    while pending:
+        outcome = pool.generate(pending, conversations=conversations)
+        finished += outcome.finished
+        pending = outcome.unfinished
+        pool.restart_lost()
+    by_id = {t.request_id: t for t in finished}
+    assert len(by_id) == len(finished) == len(requests)
+    return [by_id[request.request_id] for request in requests]
 
 
 def in_background(engine: Engine, requests: Sequence[RolloutRequest]) -> tuple[threading.Thread, list[Trajectory]]:

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from specactor.trainer.drafter import init
-from specactor.trainer.drafter.buffer import RolloutLine, write_rollouts
+from specactor.trainer.drafter.buffer import RolloutLine
 from specactor.trainer.drafter.head import Eagle3Start
+from tests.trainer.drafter.cases import write_rollouts
 
 
 def main(target: str, folder: str, vocab: str = "0") -> None:

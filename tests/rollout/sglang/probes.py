@@ -14,7 +14,7 @@ import torch
 from sglang.srt.layers import sampler
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 
-from specactor.rollout.sglang import overlap, partial_response, stopping
+from specactor.rollout.sglang import overlap, responses
 from specactor.rollout.sglang.overlap import Loop
 from specactor.rollout.sglang.rank_calls import RANK_CALLS
 from specactor.rollout.sglang.verify_worker import Worker
@@ -22,7 +22,7 @@ from specactor.rollout.speculation.drafter import DraftSequence
 from tests.rollout.sglang.drafters import HalfRight, Memory
 
 _texts: dict[tuple[tuple[int, ...], int], list[int]] = {}
-_seen = {"ahead": 0, "retracted": 0, "chunked": 0, "cached": 0, "longest_prefill": 0}
+_seen = {"ahead": 0, "retracted": 0, "under_way": 0, "chunked": 0, "cached": 0, "longest_prefill": 0}
 _undo: list[Callable[[], None]] = []
 
 
@@ -75,8 +75,8 @@ def call(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 @call
 def seen(context: Any, _: object) -> dict[str, int]:
-    """Since the last call: requests retracted, prefills of a part of a prompt, tokens found in the prefix cache, tokens
-    of the longest prefill of one request."""
+    """Since the last call: requests retracted, those of them while a round was under way, prefills of a part of a
+    prompt, tokens found in the prefix cache, tokens of the longest prefill of one request."""
     counts = dict(_seen)
     for name in _seen:
         _seen[name] = 0
@@ -206,7 +206,7 @@ def stops_by_the_round() -> None:
 
     def wrong(req: Any, new_tokens: int = 1) -> None:
         if req.sampling_params.stop_strs:
-            req.tokenizer = stopping._text()
+            req.tokenizer = responses._text()
         own(req, new_tokens)
 
     _patch(Req, "update_finish_state", wrong)
@@ -228,7 +228,7 @@ def experts_of_the_row_after() -> None:
 
 def forgets_beginnings() -> None:
     """What a request brings along of its response counts as prompt."""
-    _patch(partial_response, "of", lambda _: array("q"))
+    _patch(responses, "begun_of", lambda _: array("q"))
 
 
 def aborts_without_a_look() -> None:
@@ -239,6 +239,20 @@ def aborts_without_a_look() -> None:
 def goes_on_before_drafts() -> None:
     """A round with drafts is prepared while a plain one is under way."""
     _patch(Loop, "goes_on", lambda loop, _: loop._worker.overlaps)
+
+
+def goes_on_in_a_full_pool() -> None:
+    """A round is launched ahead though the next one may have to throw requests out."""
+    right = Loop.goes_on
+
+    def wrong(loop: Any, batch: Any) -> bool:
+        batch.check_decode_mem = lambda: True
+        try:
+            return right(loop, batch)
+        finally:
+            del batch.check_decode_mem
+
+    _patch(Loop, "goes_on", wrong)
 
 
 def looks_at_the_ended() -> None:
@@ -283,7 +297,7 @@ def noise_begins_anew() -> None:
     begun: dict[int, int] = {}
 
     def noted(worker: Any, batch: Any, *arguments: Any) -> Any:
-        begun.update({req.sampling_params.sampling_seed: len(partial_response.of(req)) for req in batch.reqs})
+        begun.update({req.sampling_params.sampling_seed: len(responses.begun_of(req)) for req in batch.reqs})
         return prefill(worker, batch, *arguments)
 
     def wrong(own: Any, probs: Any, info: Any, positions: Any, simple: bool) -> Any:
@@ -303,6 +317,7 @@ WRONG = {
         noise_begins_anew,
         aborts_without_a_look,
         goes_on_before_drafts,
+        goes_on_in_a_full_pool,
         looks_at_the_ended,
         keeps_keys_under_way,
         reads_tokens_of_the_host,
@@ -313,11 +328,16 @@ WRONG = {
 
 def _count() -> None:
     retract, extend = ScheduleBatch.retract_decode, ScheduleBatch.prepare_for_extend
-    plain_round = Worker._plain_round
+    plain_round, step, loops = Worker._plain_round, Loop.step, set[Loop]()
+
+    def noted(loop: Loop) -> Any:
+        loops.add(loop)
+        return step(loop)
 
     def retract_decode(batch: Any) -> Any:
         result = retract(batch)
         _seen["retracted"] += len(result[0])
+        _seen["under_way"] += len(result[0]) * any(loop._under_way for loop in loops)
         return result
 
     def prepare_for_extend(batch: Any) -> Any:
@@ -331,6 +351,7 @@ def _count() -> None:
         _seen["ahead"] += batch.input_ids is not None
         return plain_round(worker, batch, *arguments)
 
+    Loop.step = noted  # type: ignore[method-assign]
     Worker._plain_round = counted  # type: ignore[assignment, method-assign]
     ScheduleBatch.retract_decode = retract_decode
     ScheduleBatch.prepare_for_extend = prepare_for_extend

@@ -80,9 +80,9 @@ def graphs_of(*, width: int) -> dict[str, object]:
         def _make_graph_key(self, *args: object, **kwargs: object) -> int:
             return 0
 
-    from specactor.rollout.sglang import row_graphs
+    from specactor.rollout.sglang import gpu
 
-    kind = row_graphs._subclass(Runner)
+    kind = gpu._subclass(Runner)
     ours = kind.__new__(kind)
     Runner.__init__(ours)
     found: dict[str, object] = {}

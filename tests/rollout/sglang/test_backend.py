@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import runpy
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +14,7 @@ from specactor.config import SpeculationConfig
 from specactor.cpu import sglang as cpu
 from specactor.rollout.sglang.backend import server_args
 from specactor.rollout.sglang.engine_protocol import EngineSpec
+from tests.lib.scripts import found_by
 
 COUPLED = SpeculationConfig(mode="coupled", drafters=("model",), draft_model="d")
 BACKUP = "enable_draft_weights_cpu_backup"
@@ -67,16 +65,7 @@ def test_an_engine_that_awaits_weights_reads_those_of_its_draft_model_alone() ->
 
 @pytest.fixture(scope="module")
 def on_hopper(model_dir: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.rollout.sglang.resolved_arguments", model_dir],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return found_by("tests.rollout.sglang.resolved_arguments", model_dir)
 
 
 def test_engines_have_graphs_of_decoding_and_none_of_prefills(on_hopper: dict[str, Any]) -> None:
@@ -95,7 +84,7 @@ def test_sglang_takes_attention_in_tiles_for_a_deterministic_engine_on_gpus(on_h
 
 def test_a_graph_of_wider_requests_would_take_a_row_without_an_error(on_hopper: dict[str, Any]) -> None:
     """In SGLang's own graphs of speculation one row is broadcast over the tokens of its request, and more than one is
-    an error. So `row_graphs` never runs in them."""
+    an error. So `gpu` never runs in them."""
     one, three = on_hopper["graphs"]["1"], on_hopper["graphs"]["3"]
     assert one == {"replayed": True, "ours": False, "copied": [5] * 9}
     assert three == {"replayed": True, "ours": False, "copied": "RuntimeError"}

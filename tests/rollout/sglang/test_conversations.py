@@ -18,6 +18,7 @@ from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.types import Problem, RolloutRequest, SamplingParams, Trajectory
 from tests.rollout.conftest import VOCAB
+from tests.rollout.sglang.asking import all_of
 from tests.rollout.sglang.drafters import OfShortPrompts
 from tests.rollout.sglang.test_verify_worker import HERE, OFF, configure, report, speculation
 
@@ -87,17 +88,8 @@ def rollout(
     if config is not None:
         pool.flush()
         configure(pool.engines[0], config)
-    finished: list[Trajectory] = []
-    pending = REQUESTS
     with kind(REQUESTS, PROBLEMS, tokenizer, timeout_s=60, max_prompt_tokens=20) as conversations:
-        while pending:
-            outcome = pool.generate(pending, conversations=conversations)
-            finished += outcome.finished
-            pending = outcome.unfinished
-            pool.restart_lost()
-    by_id = {t.request_id: t for t in finished}
-    assert len(by_id) == len(finished) == len(REQUESTS)
-    return [by_id[request.request_id] for request in REQUESTS]
+        return all_of(pool, REQUESTS, conversations)
 
 
 def facts(found: list[Trajectory]) -> list[tuple[object, ...]]:

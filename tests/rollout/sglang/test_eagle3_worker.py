@@ -15,13 +15,14 @@ from specactor.config import DraftTrainingConfig, EngineConfig
 from specactor.rollout import warm_starter
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.trainer.drafter import command, init
-from specactor.trainer.drafter.buffer import RolloutLine, example_of, write_rollouts
+from specactor.trainer.drafter.buffer import RolloutLine, example_of
 from specactor.trainer.drafter.head import Eagle3Start
 from specactor.types import RolloutRequest
 from tests.rollout.conftest import request
 from tests.rollout.sglang import eagle3_host as host
 from tests.rollout.sglang.test_heads import speculation
 from tests.rollout.sglang.test_verify_worker import configure
+from tests.trainer.drafter.cases import write_rollouts
 
 pytestmark = pytest.mark.deep
 WINDOW = 3

@@ -21,6 +21,7 @@ from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.types import Problem, RolloutRequest, SamplingParams, Trajectory
 from tests.rollout import agents
+from tests.rollout.sglang.asking import all_of
 from tests.rollout.sglang.test_conversations import WRONG
 from tests.rollout.sglang.test_verify_worker import HERE, OFF, configure, report, speculation
 
@@ -97,18 +98,10 @@ def rollout(
         pool.flush()
         configure(pool.engines[0], config)
     agents.Talks.seen.clear()
-    finished: list[Trajectory] = []
-    pending = REQUESTS
     with kind(REQUESTS, PROBLEMS, tokenizer, timeout_s=60, max_prompt_tokens=60) as conversations:
-        while pending:
-            outcome = pool.generate(pending, conversations=conversations)
-            finished += outcome.finished
-            pending = outcome.unfinished
-            pool.restart_lost()
-    by_id = {t.request_id: t for t in finished}
-    assert len(by_id) == len(finished) == len(REQUESTS)
+        finished = all_of(pool, REQUESTS, conversations)
     assert not [t.failure for t in finished if t.failure]
-    sequences = [sorted(_facts(s) for s in (t, *t.branches)) for t in (by_id[r.request_id] for r in REQUESTS)]
+    sequences = [sorted(_facts(s) for s in (t, *t.branches)) for t in finished]
     return [*sequences, *(said for i, of in sorted(agents.Talks.seen.items()) for said in of if KINDS[i] == "Talks")]
 
 

@@ -73,13 +73,6 @@ def started(make_spec: Callable[..., EngineSpec], folder: Path) -> Iterator[Engi
         yield engine
 
 
-@pytest.fixture
-def speculating(started: Engine) -> Iterator[Engine]:
-    started.flush()
-    yield started
-    probe(started, "heal")
-
-
 def run(engine: Engine, config: SpeculationConfig, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
     """From empty caches."""
     engine.flush()

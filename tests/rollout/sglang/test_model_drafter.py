@@ -19,6 +19,7 @@ from specactor.types import RolloutRequest, Trajectory
 from specactor.weights_sync.draft_push import DraftSender, push_to_engine
 from tests.lib.ranks import run_alone
 from tests.rollout.conftest import request, two_ranks_are_deep
+from tests.rollout.sglang.asking import assert_same
 from tests.rollout.sglang.pushes import DAMAGES, Pushes
 from tests.rollout.sglang.test_verify_worker import GRAPHS, configure, facts, in_graphs, report
 from tests.rollout.sglang.test_verify_worker import batch as batch_of_all_kinds
@@ -116,6 +117,22 @@ def assert_always_right(engine: Engine, config: SpeculationConfig, requests: lis
         assert accept_rate(counts) >= 0.999
         assert config.window is not None
         assert counts.accepted_at[config.window - 1] > 0
+        assert counts.failures == 0
+
+
+def assert_changes_no_token(engine: Engine, config: SpeculationConfig) -> None:
+    """Drafts of a window are accepted now and then; where the engine chooses it, drafting is tried three times."""
+    requests = batch_of_all_kinds()
+    configure(engine, OFF)
+    engine.flush()
+    plain = engine.generate(requests)
+    configure(engine, config)
+    for _ in range(3 if config.window is None else 1):
+        engine.flush()
+        assert_same(engine.generate(requests), plain)  # prompts in parts, which may be others, round differently
+    if config.window is not None:
+        counts = report(engine)
+        assert 0 < counts.accepted < counts.drafted
         assert counts.failures == 0
 
 
@@ -270,7 +287,7 @@ def pushes_to(engine: Engine, sender: DraftSender) -> Pushes:
 
 
 def policy_digests(engine: Engine) -> list[bytes]:
-    return engine.rank_call("specactor.weights_sync.inspection:digests", b"", timeout_s=60)
+    return engine.rank_call("specactor.weights_sync.digest:digests", b"", timeout_s=60)
 
 
 def test_a_push_between_rollouts_changes_drafts_and_no_token(

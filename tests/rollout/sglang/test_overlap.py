@@ -15,13 +15,16 @@ from specactor.rollout.sglang.speculation_calls import TRACE
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import request, two_ranks_are_deep
-from tests.rollout.sglang.asking import in_background, probe, wait_for_tokens
+from tests.rollout.sglang.asking import assert_same, in_background, probe, wait_for_tokens
+from tests.rollout.sglang.sampling_cases import EOS
 from tests.rollout.sglang.test_interruptions import OFF, drafter
 from tests.rollout.sglang.test_verify_worker import batch, configure, facts
 
 AUTO = replace(drafter("Half"), mode="auto", window=None)
 NOBODY = replace(OFF, mode="off")
 Facts = list[tuple[object, ...]]
+POOL = 2048
+"""Slots. All requests of a test have room, but for those of the test of a full pool."""
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
@@ -31,28 +34,31 @@ def started(request: pytest.FixtureRequest, make_spec: Callable[..., EngineSpec]
         60 + ranks,
         tensor_parallel=ranks,
         devices=tuple(range(ranks)),
-        config=EngineConfig(max_running_requests=32, max_total_tokens=6144),
+        config=EngineConfig(
+            max_running_requests=32,
+            max_total_tokens=POOL,
+            extra_args={"enable_return_routed_experts": True, "schedule_conservativeness": 0.2},
+        ),
         speculation=OFF,
     )
     with running(spec) as engine:
         yield engine
 
 
-@pytest.fixture
-def speculating(started: Engine) -> Iterator[Engine]:
-    started.flush()
-    yield started
-    probe(started, "heal")
-
-
 def run(
     engine: Engine, config: SpeculationConfig, requests: Sequence[RolloutRequest], *, overlap: bool = True
 ) -> Facts:
+    return facts(generated(engine, config, requests, overlap=overlap))
+
+
+def generated(
+    engine: Engine, config: SpeculationConfig, requests: Sequence[RolloutRequest], *, overlap: bool
+) -> list[Trajectory]:
     """From empty caches; with overlap, rounds are launched ahead, and else none."""
     engine.flush()
     configure(engine, config)
     probe(engine, "overlap_rounds", overlap)
-    found = facts(engine.generate(requests))
+    found = engine.generate(requests)
     assert (probe(engine, "overlap_rounds", True) > 0) == overlap
     return found
 
@@ -114,6 +120,30 @@ def test_a_round_with_drafts_waits(speculating: Engine) -> None:
     assert run(speculating, AUTO, requests) == expected
     probe(speculating, "break_with", "goes_on_before_drafts")
     assert run(speculating, AUTO, requests) != expected
+
+
+@two_ranks_are_deep("started")
+def test_a_full_pool(speculating: Engine) -> None:
+    """Requests are thrown out when no round is under way, and come back: a prefill computes anew what they have, and
+    rounds differently."""
+    bias = ((EOS, -50.0),)  # room is kept for all of a request without an end
+    requests = [request(i, new=140, ignore_eos=False, logit_bias=bias) for i in range(32)]
+
+    def thrown_out(*, overlap: bool) -> tuple[list[Trajectory], int]:
+        """Responses, and how many requests were thrown out while a round was under way."""
+        probe(speculating, "seen")
+        found = generated(speculating, OFF, requests, overlap=overlap)
+        counts = probe(speculating, "seen")
+        assert counts["retracted"] > 0
+        return found, counts["under_way"]
+
+    expected, _ = thrown_out(overlap=False)
+    found, under_way = thrown_out(overlap=True)
+    assert under_way == 0
+    assert_same(found, expected)
+    assert [t.routed_experts for t in found] == [t.routed_experts for t in expected]
+    probe(speculating, "break_with", "goes_on_in_a_full_pool")
+    assert thrown_out(overlap=True)[1] > 0
 
 
 def test_weights_change_between_two_rounds(speculating: Engine) -> None:

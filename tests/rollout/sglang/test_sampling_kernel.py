@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests.lib.scripts import found_by
 
 pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.rollout.sglang.sampling_kernel_cases"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return found_by("tests.rollout.sglang.sampling_kernel_cases", TRITON_INTERPRET="1")
 
 
 def test_noise_is_that_of_every_other_path(found: dict[str, Any]) -> None:

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.gpu import INTERPRETED
+from tests.lib.scripts import found_by
 
 pytestmark = pytest.mark.processes
-
-
-def told(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.rollout.sglang.{script}", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 @pytest.mark.parametrize(
@@ -36,7 +18,7 @@ def told(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
 def test_a_row_has_the_same_bits_wherever_it_stands_in_its_tile(groups: tuple[str, ...]) -> None:
     """Whatever the others hold, however many keys follow; and the values are softmax attention's. Parts of another size
     and tiles of several requests, which are wrong versions, are seen."""
-    found = told("tile_kernel_cases", *groups, **INTERPRETED)
+    found = found_by("tests.rollout.sglang.tile_kernel_cases", *groups, **INTERPRETED)
     for name, (differing, rows, error) in found["cases"].items():
         assert differing == 0, name
         assert rows >= 12
@@ -48,7 +30,7 @@ def test_a_row_has_the_same_bits_wherever_it_stands_in_its_tile(groups: tuple[st
 
 def test_the_backend_decodes_verifications_with_the_bits_of_plain_rounds() -> None:
     """SGLang's Triton backend below it, with a chain, a branch and other requests in one batch, also as a graph."""
-    found = told("tile_backend_cases", **INTERPRETED)
+    found = found_by("tests.rollout.sglang.tile_backend_cases", **INTERPRETED)
     assert found["error"] < 1e-6
     assert found["same"]
     assert found["others differ"]
@@ -60,7 +42,7 @@ def test_the_backend_decodes_verifications_with_the_bits_of_plain_rounds() -> No
 
 def test_kernels_compile_for_a_hopper(tmp_path: Path) -> None:
     """By Triton's compiler and assembler, which need no device."""
-    found = told("compiled_kernels", TRITON_CACHE_DIR=str(tmp_path))
+    found = found_by("tests.rollout.sglang.compiled_kernels", TRITON_CACHE_DIR=str(tmp_path))
     assert min(found["bytes"]) > 1000
     assert found["exact"]
     assert found["tensor cores"]

@@ -16,7 +16,7 @@ import sglang.srt.layers.attention.triton_backend as sglang_backend  # noqa: E40
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 
 from specactor.errors import EngineError  # noqa: E402
-from specactor.rollout.sglang.tile_backend import backend_class  # noqa: E402
+from specactor.rollout.sglang.gpu import backend_class  # noqa: E402
 
 HEADS, KV_HEADS, DIM, CONTEXT, REQUESTS = 4, 2, 16, 512, 4
 LENGTHS = [300, 40, 70]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from specactor.config import DraftTrainingConfig
 from specactor.trainer.drafter import init
-from specactor.trainer.drafter.buffer import TopK, TrainingExample
+from specactor.trainer.drafter.buffer import RolloutLine, TopK, TrainingExample
 
 VOCAB = 48
 CONFIG = DraftTrainingConfig(
@@ -67,3 +70,10 @@ def model(seed: int = 0) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return transformers.Qwen3ForCausalLM(shape).float()
+
+
+def write_rollouts(file: Path, lines: Iterable[RolloutLine]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab") as stream:
+        for line in lines:
+            stream.write(msgspec.json.encode(line) + b"\n")

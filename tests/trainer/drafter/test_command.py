@@ -15,10 +15,10 @@ from rich.console import Console
 from specactor.errors import ConfigError, DataError
 from specactor.run_folder import RunFolder
 from specactor.trainer.drafter import acceptance, command, init
-from specactor.trainer.drafter.buffer import RolloutLine, TrainingExample, read_rollouts, write_rollouts
+from specactor.trainer.drafter.buffer import RolloutLine, TrainingExample, read_rollouts
 from specactor.trainer.drafter.init import read_model
 from specactor.types import Problem, ScoredGroup, Trajectory
-from tests.trainer.drafter.cases import VOCAB
+from tests.trainer.drafter.cases import VOCAB, write_rollouts
 
 INIT = ["init", "--target", "a", "--out", "b"]
 EVAL = ["eval", "--draft", "a", "--target", "b", "--rollouts", "c"]

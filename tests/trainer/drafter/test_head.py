@@ -14,10 +14,10 @@ from specactor.config import DraftTrainingConfig
 from specactor.errors import ConfigError
 from specactor.planning.memory import named_shape
 from specactor.trainer.drafter import acceptance, command, head, head_training, init, losses
-from specactor.trainer.drafter.buffer import RolloutLine, example_of, write_rollouts
+from specactor.trainer.drafter.buffer import RolloutLine, example_of
 from specactor.trainer.drafter.train import DrafterTrainer
 from tests.trainer.drafter import learn_rank
-from tests.trainer.drafter.cases import VOCAB
+from tests.trainer.drafter.cases import VOCAB, write_rollouts
 from tests.trainer.drafter.ranks import run_ranks
 from tests.trainer.drafter.reference_head import ReferenceHead
 from tests.trainer.drafter.test_command import said, sampled

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from specactor.errors import ConfigError, DataError
 from specactor.replay import records
 from specactor.trainer.drafter import init
-from specactor.trainer.drafter.buffer import RolloutLine, read_rollouts, write_rollouts
+from specactor.trainer.drafter.buffer import RolloutLine, read_rollouts
 from specactor.trainer.drafter.init import RandomStart, TargetStart, make_draft_model, read_model
+from tests.trainer.drafter.cases import write_rollouts
 
 
 def logits(model: Any, layers: list[int] | None = None) -> Tensor:

@@ -12,9 +12,10 @@ import pytest
 
 from specactor.errors import ConfigError
 from specactor.trainer.drafter import command, init
-from specactor.trainer.drafter.buffer import RolloutLine, write_rollouts
+from specactor.trainer.drafter.buffer import RolloutLine
 from specactor.trainer.drafter.init import TargetStart, make_draft_model, read_model, write_model
 from tests.trainer.drafter import cases
+from tests.trainer.drafter.cases import write_rollouts
 
 Write = Callable[..., None]
 NOTHING_TO_READ = ("--target", "nowhere", "--draft", "nowhere", "--rollouts", "nowhere")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,7 @@ from torch import Tensor
 from specactor.trainer.drafter import top_k as module
 from specactor.trainer.drafter.top_k import TopKRecorder, vocab_parallel_top_k
 from specactor.types import TrainSequence
-
-RANK_SCRIPT = Path(__file__).with_name("top_k_rank.py")
+from tests.lib.ranks import run_beside
 
 
 def case(tokens: int, vocab: int, k: int, *, temperature: float = 1.0, seed: int = 0) -> dict[str, Any]:
@@ -54,18 +51,8 @@ def test_one_rank(of: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_ranks_that_share_the_vocabulary(tmp_path: Path) -> None:
     torch.save(CASES, tmp_path / "cases.pt")
     outputs = [tmp_path / f"rank{r}.pt" for r in range(2)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK_SCRIPT), str(r), "2", *map(str, (tmp_path / "store", tmp_path / "cases.pt", out))]
-        )
-        for r, out in enumerate(outputs)
-    ]
-    try:
-        assert [process.wait(timeout=120) for process in ranks] == [0] * 2
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait(timeout=10)
+    files = (tmp_path / "store", tmp_path / "cases.pt")
+    run_beside([("tests.trainer.drafter.top_k_rank", r, 2, *files, out) for r, out in enumerate(outputs)])
     for of, one, two in zip(CASES, *(torch.load(out, weights_only=True) for out in outputs), strict=True):
         assert torch.equal(one["ids"], two["ids"])
         assert torch.equal(one["logprobs"], two["logprobs"])

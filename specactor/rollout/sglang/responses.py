@@ -1,10 +1,14 @@
-"""Where a response ends: at the token where plain decoding ends it.
+"""Where a response begins and ends for an engine: it ends at the token where plain decoding ends it.
+
+A request may bring along the first tokens of its response, or earlier turns of its conversation. SGLang takes those as
+the end of the prompt, which is right for keys, positions and so for noise. Where it matters that they are emitted (a
+stop string across the seam; earlier turns: what drafters draft from) they are found by their number, which travels with
+the sampling parameters.
 
 SGLang looks for a stop string in the text of the last few tokens: as many as the string has, and one more. After a
 round that emits several tokens it looks at that many more, and at the string before the end of sequence. So it can find
 strings that plain decoding does not find (spelled with more tokens than usual), and miss an end before them. Here a
-round's tokens are looked at one after the other. A string may also begin in what the request brought along of its
-response (`beginnings`).
+round's tokens are looked at one after the other. A string may also begin in what the request brought along.
 
 A request that is asked to end (`Engine.abort_requests`) ends after its next round, and SGLang does not look whether a
 token of that round is its last anyway. Here it does: an aborted response has no token after its end, and can be gone on
@@ -17,14 +21,17 @@ text: what ends a sequence is still the model's own configuration.
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from specactor.data.tokenizer import load_tokenizer
 from specactor.errors import ConfigError, EngineError
-from specactor.rollout.sglang import partial_response
+from specactor.rollout.resume import num_begun
+from specactor.types import RolloutRequest
 
+_NUMBER, _EARLIER, _UNDRAFTED = "specactor_begun", "specactor_earlier", "specactor_undrafted"
 _NEEDED = "rollout.stop: needs a tokenizer in the model's folder."
 
 
@@ -34,6 +41,38 @@ def install() -> None:
 
     target = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
     HookRegistry.register(target, finish, HookType.AROUND)
+
+
+def begun_tokens(request: RolloutRequest) -> list[int]:
+    """Return what there is of the response."""
+    return list(request.begun.token_ids) if request.begun else []
+
+
+def custom_params(request: RolloutRequest) -> dict[str, int] | None:
+    """SGLang's ``custom_params`` of the request, which reach the scheduler as they are."""
+    counts = {_NUMBER: num_begun(request), _EARLIER: request.num_earlier}
+    params = {name: count for name, count in counts.items() if count}
+    return params | ({} if request.is_drafted else {_UNDRAFTED: 1}) or None
+
+
+def is_drafted(req: Any) -> bool:
+    """Return whether drafters may draft for SGLang's request `req`."""
+    return _UNDRAFTED not in (req.sampling_params.custom_params or {})
+
+
+def begun_of(req: Any) -> array[int]:
+    """Return what SGLang's request `req` brought along of its response."""
+    return _last(req, _NUMBER)
+
+
+def conversation_of(req: Any) -> array[int]:
+    """Return what it brought along of its conversation: earlier turns, and of the response what there is."""
+    return _last(req, _EARLIER, _NUMBER)
+
+
+def _last(req: Any, *numbers: str) -> array[int]:
+    count = sum((req.sampling_params.custom_params or {}).get(number, 0) for number in numbers)
+    return array("q", req.origin_input_ids[len(req.origin_input_ids) - count :])
 
 
 class Text:
@@ -90,7 +129,7 @@ def finish_token_by_token(original: Callable[..., None], req: Any, new_tokens: i
         req.tokenizer = _text()
     if req.finished():
         return
-    emitted, before = req.output_ids, partial_response.of(req)
+    emitted, before = req.output_ids, begun_of(req)
     req.sampling_params.max_new_tokens += len(before)
     try:
         for length in range(len(emitted) - new_tokens + 1, len(emitted) + 1):

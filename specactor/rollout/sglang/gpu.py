@@ -1,0 +1,167 @@
+"""What an engine on GPUs has beside SGLang's: graphs with room for a row per token, and the attention backend `tiles`.
+
+A verification is a batch of decoding with more rows. So the CUDA graphs and index buffers of plain decoding serve it,
+up to as many rows as the largest graph has; more run without a graph. That the same graphs run both is also why tokens
+are equal. Left alone, SGLang would capture graphs of requests that bring all their draft tokens in one row. A batch of
+one decode row is broadcast into such a graph without an error, and gives wrong tokens.
+
+`tiles` is SGLang's Triton backend, which decodes by `kernels`. Prefills, lists of keys and buffers of graphs are
+SGLang's. Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from specactor.cpu.sglang_hooks import TILES, allow_seeded_sampling
+from specactor.errors import EngineError
+
+
+def install() -> None:
+    """Register the hooks with SGLang's plugin registry. Call it from a plugin."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    runner = "sglang.srt.model_executor.model_runner.ModelRunner"
+    for method, hook in {
+        "_decode_cuda_graph_runner_cls": _graphs_of_rows,
+        "max_decode_logits_rows": _of_rows,
+        "init_attention_backends": _of_rows,
+    }.items():
+        HookRegistry.register(f"{runner}.{method}", hook, HookType.AROUND)
+
+
+@contextmanager
+def rows_as_requests(runner: Any) -> Iterator[None]:
+    """Within, SGLang's runner takes every row of a verification for a request that is decoded plainly.
+
+    How many requests can run, it reads from the pool of requests: for its buffers of indices, for the sizes of graphs,
+    and for the buffer of their logits.
+    """
+    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    pool, algorithm = runner.req_to_token_pool, runner.spec_algorithm
+    requests = pool.size
+    pool.size = requests * (get_spec().speculative_num_draft_tokens or 1)
+    runner.spec_algorithm = SpeculativeAlgorithm.NONE
+    try:
+        yield
+    finally:
+        pool.size, runner.spec_algorithm = requests, algorithm
+
+
+def _of_rows(original: Callable[[Any], Any], runner: Any) -> Any:
+    with rows_as_requests(runner):
+        return original(runner)
+
+
+def _graphs_of_rows(original: Callable[[Any], type], runner: Any) -> type:
+    return _subclass(original(runner)) if runner.spec_algorithm.is_speculative() else original(runner)
+
+
+@functools.cache
+def _subclass(graph_runner: Any) -> type:
+    """Return SGLang's class of graph runners, which captures when an object is made, with rows as requests."""
+
+    class RowGraphs(graph_runner):  # type: ignore[misc]
+        def __init__(self, model_runner: Any, **named: Any) -> None:
+            with rows_as_requests(model_runner):
+                super().__init__(model_runner, **named)
+
+        def can_run_graph(self, forward_batch: Any) -> bool:
+            fits = len(forward_batch.input_ids) == forward_batch.batch_size * self.captured_req_width
+            return fits and bool(super().can_run_graph(forward_batch))
+
+    return RowGraphs
+
+
+def install_tiles() -> None:
+    """Register the backend with SGLang. Call it from a plugin."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    allow_seeded_sampling(TILES)
+    ATTENTION_BACKENDS[TILES] = lambda runner: backend_class()(runner)
+
+
+def backend_class() -> type:
+    """Return a subclass of SGLang's backend, which imports CUDA's kernels."""
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    from specactor.rollout.sglang import kernels
+
+    class TiledAttention(TritonAttnBackend):  # type: ignore[misc]
+        def __init__(self, model_runner: Any, **named: Any) -> None:
+            super().__init__(model_runner, **named)
+            _check(self, room=self.max_kv_splits * kernels.SPLIT)
+            # A graph reads it where it was when the graph was captured.
+            self._sizes = self.kv_indptr.new_zeros(len(self.kv_indptr) - 1)
+            self.decode_attention_fwd = self._attend
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            super().init_forward_metadata(forward_batch)
+            self._arrange(forward_batch)
+
+        def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+            super().init_forward_metadata_out_graph(forward_batch, in_capture)
+            self._arrange(forward_batch)
+
+        def _arrange(self, batch: Any) -> None:
+            if batch.forward_mode.is_decode_or_idle():
+                readers_R = batch.req_pool_indices[: batch.batch_size]
+                self._sizes[: len(readers_R)] = kernels.tile_sizes(readers_R)
+
+        def _attend(
+            self,
+            q: Tensor,
+            keys: Tensor,
+            values: Tensor,
+            out: Tensor,
+            kv_indptr: Tensor,
+            kv_indices: Tensor,
+            parts: Tensor,
+            log_totals: Tensor,
+            num_splits: Tensor,
+            max_splits: int,
+            scale: float,
+            key_scale: float,
+            value_scale: float,
+            **changes: Any,
+        ) -> None:
+            """Attend as SGLang calls its own."""
+            _check_scores(**changes)
+            lists = (kv_indptr, kv_indices, self._sizes, parts, log_totals)
+            kernels.tile_attention(q, keys, values, out, *lists, scale * key_scale, value_scale)
+
+    return TiledAttention
+
+
+def _check(backend: Any, *, room: int) -> None:
+    """Raises EngineError for what `tiles` has not. Args: most tokens that it has `room` for."""
+    refused = {
+        "latent attention": backend.use_mla,
+        "a sliding window": bool(backend.sliding_window_size),
+        "pages of several tokens": backend.page_size != 1,
+        "keys spread over ranks": backend.dcp_size > 1,
+        f"a context of more than {room} tokens": backend.max_context_len > room,
+    }
+    if found := [what for what, is_so in refused.items() if is_so]:
+        raise _refused(", ".join(found))
+
+
+def _check_scores(
+    *, logit_cap: float = 0.0, sinks: Any = None, xai_temperature_len: int = -1, score_mod: Any = None, **_: Any
+) -> None:
+    if logit_cap or sinks is not None or xai_temperature_len > 0 or score_mod is not None:
+        raise _refused("a model that changes attention's scores")
+
+
+def _refused(what: str) -> EngineError:
+    return EngineError(
+        f"rollout.engine.extra_args attention_backend=tiles: got {what}, expected attention over all keys of one token "
+        "per page. Use another attention_backend, such as triton."
+    )

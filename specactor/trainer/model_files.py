@@ -1,0 +1,227 @@
+"""A model in files: as Megatron's distributed checkpoint, and as a Hugging Face folder.
+
+Invariants of a folder: it appears whole or not at all; memory holds at most one file's tensors; when writing fails on
+the one rank that writes, all ranks raise.
+
+A checkpoint has the tensors of the model and of the optimizer, in any layout that Megatron allows. All contact with
+Megatron's checkpoint internals is here. Upstream writes through forked processes and a manager
+process that outlives the save, and a killed trainer; here each rank writes its files itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import queue
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from specactor.errors import CheckpointError
+from specactor.trainer import optimizer as optimizers
+
+_LOAD_ERRORS = (
+    CheckpointException,
+    CheckpointingException,
+    RuntimeError,
+    KeyError,
+    ValueError,
+    OSError,
+    EOFError,
+    pickle.UnpicklingError,
+)
+
+
+def _write_in_process(
+    transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]
+) -> None:
+    """Stands in for ``write_preloaded_data_multiproc``: the same files, written one after the other by this process."""
+    written: dict[int, Any] = {}
+    for index, bucket in enumerate(buckets):
+        done: queue.Queue[Any] = queue.Queue()
+        count: queue.Queue[int] = queue.Queue()
+        count.put(index)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, index, bucket, done, count, use_fsync=True, use_msc=use_msc
+        )
+        _, outcome = done.get_nowait()
+        if isinstance(outcome, Exception):
+            results.put(outcome)
+            return
+        written[index] = outcome
+    results.put(written)
+
+
+filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_in_process)
+filesystem_async._get_write_results_queue = queue.Queue
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        # Gathered in host memory, on one rank: on GPUs the other way takes 12 bytes per parameter beside live engines.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _sharded(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
+    """Return what is saved, with the place of every local tensor in the whole."""
+    metadata = _metadata()
+    optimizers.fill_state(optimizer)
+    keys = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+    state: dict[str, Any] = {
+        key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in zip(keys, chunks, strict=True)
+    }
+    state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
+    return state
+
+
+def save(chunks: list[Any], optimizer: Any, folder: Path) -> None:
+    """Write model and optimizer into the empty folder. Collective; raises CheckpointError."""
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    try:
+        dist_checkpointing.save(_sharded(chunks, optimizer, loading=False), str(folder), strategy)
+    except (CheckpointException, CheckpointingException, OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{folder}: could not be written: {error}. Free disk space, or save elsewhere."
+        ) from error
+
+
+def load(chunks: list[Any], optimizer: Any, folder: Path) -> None:
+    """Read model and optimizer from a folder that `save` wrote, under this job's layout. Collective."""
+    try:
+        state = dist_checkpointing.load(_sharded(chunks, optimizer, loading=True), str(folder))
+        keys = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+        for key, chunk in zip(keys, chunks, strict=True):
+            chunk.load_state_dict(state[key], strict=False)  # TransformerEngine's extra states may be absent
+        optimizer.load_state_dict(state["optimizer"])
+        optimizers.settle_loaded(optimizer)
+    except _LOAD_ERRORS as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{folder}: could not be loaded under this layout: {first}. Use the layout "
+            "it was saved with, or an earlier one."
+        ) from error
+
+
+MAX_FILE_BYTES = 4 * 2**30
+"""A safetensors file is closed when the next tensor would exceed this."""
+
+_WRITE_ERRORS = (OSError, SafetensorError, ValueError)
+"""What a full disk, a broken source folder or an unwritable path raise."""
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".safetensors.index.json")
+
+
+class FolderWriter:
+    """Tensors one by one into a folder beside ``target``; `finish` makes it ``target``."""
+
+    def __init__(self, target: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+        self._target, self._max_file_bytes = target, max_file_bytes
+        self._folder = target.with_name(f"{target.name}.tmp-{os.getpid()}")  # another run may write the same target
+        self._files: list[list[str]] = []
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = self._total_bytes = 0
+        for left in target.parent.glob(f"{target.name}.tmp-*"):
+            if not Path("/proc", left.name.rpartition("-")[2]).exists() or left == self._folder:
+                shutil.rmtree(left, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self._max_file_bytes:
+            self._flush()
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += size
+        self._total_bytes += size
+
+    def finish(self, source: Path, dtype: str) -> None:
+        """Add what is not weights from `source`, then put the folder in its place."""
+        self._flush()
+        self._name_files()
+        for file in source.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name != "config.json":
+                shutil.copyfile(file, self._folder / file.name)
+        config = json.loads((source / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        (self._folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
+        replaced = self._target.with_name(self._target.name + ".old")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if self._target.exists():
+            os.rename(self._target, replaced)
+        os.rename(self._folder, self._target)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _flush(self) -> None:
+        if self._pending:
+            file = self._folder / f"part-{len(self._files)}"
+            save_file(self._pending, file, metadata={"format": "pt"})
+            self._files.append(list(self._pending))
+            self._pending, self._pending_bytes = {}, 0
+
+    def _name_files(self) -> None:
+        """Their names hold their number, which is known only now."""
+        total = len(self._files)
+        names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
+        if total == 1:
+            names = ["model.safetensors"]
+        else:
+            where = {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors}
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": where}
+            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        for i, name in enumerate(names):
+            os.rename(self._folder / f"part-{i}", self._folder / name)
+
+
+def export_hf(
+    weights: Iterable[tuple[str, Tensor]],
+    target: Path,
+    *,
+    source: Path,
+    dtype: str,
+    device: torch.device,
+) -> None:
+    """Write `weights`, which every rank iterates, as Hugging Face folder `target`; rank 0 writes. Collective.
+
+    Everything but weights is taken from the folder `source`. Raises CheckpointError on all ranks if writing failed.
+    """
+    writes = dist.get_rank() == 0
+    error: Exception | None = None
+    writer: FolderWriter | None = None
+    try:
+        writer = FolderWriter(target) if writes else None
+    except _WRITE_ERRORS as caught:
+        error = caught
+    for name, tensor in weights:  # to the end, whatever happened: it is a collective
+        if writer is not None and error is None:
+            try:
+                writer.add(name, tensor)
+            except _WRITE_ERRORS as caught:
+                error = caught
+    if writer is not None and error is None:
+        try:
+            writer.finish(source, dtype)
+        except _WRITE_ERRORS as caught:
+            error = caught
+    failed = torch.tensor([int(error is not None)], device=device)
+    dist.all_reduce(failed)
+    if failed.item():
+        raise CheckpointError(
+            f"export to {target}: {error or 'rank 0 could not write'}. Free disk space, or export elsewhere."
+        )

@@ -1,0 +1,49 @@
+"""A model that is too large for one file is written into several, which an index names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specactor.trainer.model_files import FolderWriter
+
+WEIGHTS = {f"layer.{i}": torch.arange(10.0) + i for i in range(5)}
+"""40 bytes each."""
+
+
+def written(folder: Path, max_file_bytes: int) -> Path:
+    (folder / "source").mkdir()
+    (folder / "source" / "config.json").write_text('{"model_type": "x", "torch_dtype": "float32"}')
+    (folder / "source" / "model.safetensors").write_text("the old weights")
+    writer = FolderWriter(folder / "target", max_file_bytes)
+    for name, tensor in WEIGHTS.items():
+        writer.add(name, tensor)
+    assert not (folder / "target").exists(), "it appears whole"
+    writer.finish(folder / "source", "bfloat16")
+    return folder / "target"
+
+
+@pytest.mark.parametrize(("max_file_bytes", "files"), [(80, 3), (119, 3), (120, 2), (1, 5)])
+def test_no_file_is_larger_and_the_index_names_each_tensor(tmp_path: Path, max_file_bytes: int, files: int) -> None:
+    target = written(tmp_path, max_file_bytes)
+    names = [f"model-{i + 1:05d}-of-{files:05d}.safetensors" for i in range(files)]
+    assert sorted(file.name for file in target.iterdir()) == ["config.json", *names, "model.safetensors.index.json"]
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 200
+    found = {name: load_file(target / name) for name in names}
+    assert index["weight_map"] == {tensor: name for name, tensors in found.items() for tensor in tensors}
+    sizes = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in found.values()]
+    assert max(sizes) <= max(max_file_bytes, 40), "no file is larger, but for one tensor that is"
+    for name, tensor in WEIGHTS.items():
+        assert torch.equal(found[index["weight_map"][name]][name], tensor)
+
+
+def test_one_file_has_the_name_of_all(tmp_path: Path) -> None:
+    target = written(tmp_path, 200)
+    assert sorted(file.name for file in target.iterdir()) == ["config.json", "model.safetensors"]
+    assert load_file(target / "model.safetensors").keys() == WEIGHTS.keys()
+    assert json.loads((target / "config.json").read_text()) == {"model_type": "x", "dtype": "bfloat16"}
