@@ -111,9 +111,9 @@ def table(runs: Mapping[str, Sequence[Run]], *, steps: int) -> Result:
         f"at least as much at the end as at the beginning for at most {SHARE:.0%} of the time: "
         + (f"missed by {', '.join(missed)}." if missed else "met by all."),
         intro=f"{steps} RL steps, one run each, mode coupled, window 4; all heads of a task begin as the warm-up made "
-        f"them. *{KL}* and *{TOTAL_VARIATION}* are the losses of heads that learn after every step, for at most {SHARE:.0%} of its "
-        f"time. *{HARDER}*: numbers up to {curriculum.FIRST} in the first step, up to {curriculum.LAST} from "
-        f"{curriculum.RISE:.0%} of the run on. {same}",
+        f"them. *{KL}* and *{TOTAL_VARIATION}* are the losses of heads that learn after every step, for at most "
+        f"{SHARE:.0%} of its time. *{HARDER}*: numbers up to {curriculum.FIRST} in the first step, up to "
+        f"{curriculum.LAST} from {curriculum.RISE:.0%} of the run on. {same}",
         columns=("task", "head", *FIFTHS, "updates per step", "share of the steps' time"),
         rows=rows,
     )
