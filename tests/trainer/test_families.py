@@ -31,5 +31,5 @@ def test_a_family_is_built_and_exported_whole_and_computes_as_transformers(found
 
 def test_all_families_that_are_offered_were_tried_and_another_is_refused_by_name(found: dict[str, Any]) -> None:
     assert found["known"] == sorted([*FAMILIES, "mimo"])
-    assert found["refused"].startswith("model.path: got deepseek_v3, expected one of ['glm4_moe', 'llama', ")
+    assert found["refused"].startswith("model.path: got 'deepseek_v3', expected one of ['glm4_moe', 'llama', ")
     assert found["refused"].endswith("Choose a model of a supported type.")
