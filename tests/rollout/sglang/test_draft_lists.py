@@ -109,23 +109,6 @@ def test_a_list_changes_no_token(engine: Engine, folders: tuple[str, str], field
             assert [name for name in drafters if counts[name].drafted] == [drafters[0]], "the first that has something"
 
 
-@two_ranks_are_deep("engine")
-@pytest.mark.parametrize("drafters", [("model", "model:2"), ("model:2", "model")], ids=["better last", "better first"])
-def test_in_auto_with_a_fixed_window_the_better_draft_model_drafts(
-    engine: Engine, folders: tuple[str, str], drafters: tuple[str, ...]
-) -> None:
-    """In mode coupled it is the first, whatever it is worth; the second equals the target."""
-    want = plain(engine)
-    assert drafted(engine, listed(folders, *drafters, window=4)) == want
-    first = counts_of(engine)
-    assert [name for name in drafters if first[name].drafted] == [drafters[0]]
-    assert drafted(engine, listed(folders, *drafters, mode="auto", window=4)) == want
-    counts = counts_of(engine)
-    assert min(counts[name].drafted for name in drafters) > 0, "both were tried"
-    rounds = {name: of.rounds for name, of in counts.items() if of.rounds}
-    assert rounds["model:2"] > 0.5 * sum(rounds.values()), rounds
-
-
 def rate(engine: Engine, config: SpeculationConfig) -> float:
     """Of the second draft model's tokens, how many were accepted."""
     engine.flush()
