@@ -76,6 +76,7 @@ def of_step(
         "policy/entropy": stats.entropy,
         "policy/clip_fraction": stats.clip_fraction,
         "policy/kl": stats.kl,
+        **({} if stats.mtp_loss is None else {"policy/mtp_loss": stats.mtp_loss}),
         "policy/grad_norm": stats.grad_norm,
         "policy/learning_rate": stats.learning_rate,
         "agreement/logprob_gap_max": stats.logprob_gap_max,

@@ -43,6 +43,7 @@ METRICS: dict[str, str] = {
     "policy/entropy": "nats per response token, under the policy that trained",
     "policy/clip_fraction": "share of response tokens (gspo: sequences) whose ratio was clipped",
     "policy/kl": "nats per response token towards the reference model, with algorithm.kl_coef",
+    "policy/mtp_loss": "cross entropy of the policy's MTP layer, nats per response token; where it has one",
     "policy/grad_norm": "global gradient norm before clipping",
     "policy/learning_rate": "of the step's last optimizer update",
     "agreement/logprob_gap_max": "largest |engine - trainer| log-probability of a sampled token, nats",

@@ -233,6 +233,7 @@ def training() -> list[Panel]:
         ("Seconds of environments", "summed over conversations", _curves([("", "time/environment_s", "C0", "-")])),
         ("Entropy", "nats per response token", _curves([("", "policy/entropy", "C0", "-")])),
         ("KL", "nats per response token, to the reference", _curves([("", "policy/kl", "C0", "-")])),
+        ("MTP layer's loss", "nats per response token", _curves([("", "policy/mtp_loss", "C0", "-")], bottom=None)),
         ("Clipped", "share of tokens", _curves([("", "policy/clip_fraction", "C0", "-")])),
         ("Gradient norm", "before clipping", _curves([("", "policy/grad_norm", "C0", "-")])),
         ("Learning rate", "of the step", _curves([("", "policy/learning_rate", "C0", "-")])),

@@ -45,6 +45,7 @@ STATS = SimpleNamespace(  # a TrainStats; its module would bring Megatron into t
     tokens=6,
     num_microbatches=1,
     learning_rate=1e-4,
+    mtp_loss=None,
     critic=None,
 )
 
@@ -99,14 +100,15 @@ def test_a_step_by_hand() -> None:
     assert (seen["weights/version"], seen["sync/gb_per_s"]) == (7, 2.0)
 
 
-def test_a_step_with_a_critic_and_experts_by_hand() -> None:
+def test_a_step_with_a_critic_an_mtp_layer_and_experts_by_hand() -> None:
     [one] = [group([Response(1), Response(3)], (1.0, 0.0), (1.0, 0.0))]
     first, second = (replace(t, routed_experts=b"1234") for t in one.trajectories)
     one = replace(one, trajectories=(first, replace(second, branches=(first,))))
-    stats = SimpleNamespace(**vars(STATS) | {"critic": OfCritic()})
+    stats = SimpleNamespace(**vars(STATS) | {"critic": OfCritic(), "mtp_loss": 1.5})
     seen = measurements.of_step([one], [], stats, SyncReport(num_bytes=1, num_rounds=1, seconds=1.0), version=1)  # type: ignore[arg-type]
     assert set(seen) <= set(METRICS)
     assert (seen["critic/explained_variance"], seen["critic/loss"], seen["rollout/expert_bytes"]) == (0.75, 0.25, 12)
+    assert seen["policy/mtp_loss"] == 1.5
     assert (seen["correction/effective_share"], seen["correction/cut_fraction"]) == (0.9, 0.2)
 
 

@@ -7,7 +7,7 @@ Megatron-core would refuse is refused here first, with the way out.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,21 +72,21 @@ class ModelShape:
             vocab_size=raw["vocab_size"],
             max_position=raw["max_position_embeddings"],
             is_head=EAGLE3_HEAD in (raw.get("architectures") or ()),
-            has_mtp=_is_mimo(raw) and raw.get("num_nextn_predict_layers") == 1,
+            has_mtp=has_mtp(raw),
         )
 
 
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
 
 
-def _is_mimo(raw: dict[str, Any]) -> bool:
-    """Return whether it is of the one family whose MTP layer learns and drafts here."""
-    return bool(raw.get("architectures") == ["MiMoForCausalLM"])
+def has_mtp(raw: Mapping[str, Any]) -> bool:
+    """Return whether a config.json has an MTP layer that learns and drafts here: one family's does."""
+    return bool(raw.get("architectures") == ["MiMoForCausalLM"] and raw.get("num_nextn_predict_layers") == 1)
 
 
 def _refuse_mtp(raw: dict[str, Any], file: Path) -> None:
     """Raise ConfigError for layers that predict further tokens, where they would neither learn nor draft."""
-    if _is_mimo(raw) and raw.get("num_nextn_predict_layers") == 1:
+    if has_mtp(raw):
         return
     names = [name for name in raw.get("architectures") or () if name.endswith(("MTP", "NextN"))]
     names += [f"{name} {raw[name]}" for name in _MTP_LAYERS if raw.get(name)]

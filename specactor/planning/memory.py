@@ -71,7 +71,8 @@ def of_job(
     device_bytes: float,
     drafts: Sequence[TransformerShape] = (),
 ) -> Memory:
-    """Return the memory of a device that has a trainer rank and an engine rank; `drafts` draft in every engine."""
+    """Return the memory of a device that has a trainer rank and an engine rank; `drafts` draft in every engine, beside
+    the policy's MTP layer where the config names it."""
     width = BYTES[config.model.dtype]
     dense, experts = parameters(shape, layout)
     held = dense + experts
@@ -87,23 +88,25 @@ def of_job(
         # In float32 it stays (`trainer.optimizer.offload`).
         "optimizer": dict.fromkeys(("train",) if width < 4 else PHASES, optimizer),
         "activations": {"train": activations(config, layout, shape, tokens)},
-        "logits": {"train": LOGIT_BYTES * tokens * shape.vocab / layout.tensor},
+        "logits": {"train": LOGIT_BYTES * (1 + shape.mtp_layers) * tokens * shape.vocab / layout.tensor},
         "policy, engine": {"rollout": weights, "sync": weights},
         "keys and values": dict.fromkeys(("rollout", "sync"), max(0.0, static - weights)),
         "buckets": {"sync": buckets},
         "overhead": dict.fromkeys(PHASES, OVERHEAD_BYTES),
     }
     if config.algorithm.advantage == "gae":
-        # Its weights leave the device, too; its output layer is one row, which nobody misses.
+        # Its weights leave the device, too. Too much is counted: all of an output layer, and an MTP layer.
         rows["critic"] = dict(rows["optimizer"]) | {"train": (width + GRADIENT_BYTES) * held + optimizer}
-    if drafts:
+    mtp = shape.mtp_layers if config.rollout.speculation.uses_mtp else 0
+    if drafts or mtp:
         # Their keys and values are in the same pool (`draft_runner`); weights are there before the pool is made.
-        drafter = sum(draft.weights_bytes for draft in drafts) / config.parallel.engine_tensor
-        rows["draft model"] = dict.fromkeys(("rollout", "sync"), drafter)
+        in_all = sum(draft.weights_bytes for draft in drafts) + (width * shape.mtp_params if mtp else 0)
+        drafter = in_all / config.parallel.engine_tensor
+        rows["draft model" if drafts else "MTP layer"] = dict.fromkeys(("rollout", "sync"), drafter)
         pool = max(0.0, static - weights - drafter)
-        # So are the hidden states that a head reads.
-        states = width * sum(draft.reads for draft in drafts)
-        keys = sum(of.kv_bytes_per_token for of in (shape, *drafts))
+        # So are the hidden states that a head, or an MTP layer, reads.
+        states = width * (sum(draft.reads for draft in drafts) + mtp * shape.hidden)
+        keys = sum(of.kv_bytes_per_token for of in (replace(shape, layers=shape.layers + mtp), *drafts))
         of_states = pool * states / (keys + states)
         rows["keys and values"] = dict.fromkeys(("rollout", "sync"), pool - of_states)
         if states:
@@ -115,6 +118,7 @@ def of_host(config: Config, layout: Layout, shape: TransformerShape, devices: in
     """Return what a job holds in memory of a host of so many `devices`, whatever that has."""
     width, held, ranks = BYTES[config.model.dtype], sum(parameters(shape, layout)), min(devices, layout.world)
     learning = 1 + (config.algorithm.advantage == "gae")
+    saved = shape.params + shape.mtp_params
     optimizer = learning * ranks * optimizer_bytes(config, shape, layout)
     gradients = GRADIENT_BYTES / (ADAM_BYTES["host"] + MAIN_WEIGHT_BYTES) * optimizer  # copies, for Adam to read
     on_host = config.train.optimizer_state == "host"
@@ -125,7 +129,7 @@ def of_host(config: Config, layout: Layout, shape: TransformerShape, devices: in
         "reference": dict.fromkeys(PHASES, width * held * ranks) if config.algorithm.kl_coef else {},
         "buckets": dict.fromkeys(PHASES, 2.0 * config.weights_sync.bucket_bytes * ranks),
         # Gathered by ranks that hold a whole model between them, which are of one host where it has as many devices.
-        "checkpoint": {"train": learning * (ADAM_BYTES["float32"] + MAIN_WEIGHT_BYTES) * shape.params},
+        "checkpoint": {"train": learning * (ADAM_BYTES["float32"] + MAIN_WEIGHT_BYTES) * saved},
     }
     return Memory(rows={name: row for name, row in rows.items() if row}, device_bytes=math.inf)
 
@@ -144,7 +148,7 @@ def parameters(shape: TransformerShape, layout: Layout) -> tuple[float, float]:
     router = shape.hidden * shape.experts
     dense = layers * ((shape.attention_params + shape.mlp_params - router) / layout.tensor + router)
     ends = 2 if layout.pipeline == 1 and not shape.tied else 1
-    dense += ends * shape.head_params / layout.tensor
+    dense += (ends * shape.head_params + shape.mtp_params) / layout.tensor
     return dense, layers * shape.experts * shape.expert_params / (layout.expert * layout.expert_tensor)
 
 
@@ -156,7 +160,9 @@ def activations(config: Config, layout: Layout, shape: TransformerShape, tokens:
     one = whole + experts / layout.tensor
     # Sequence parallelism divides what lies between layers among the tensor-parallel ranks.
     between = BYTES[config.model.dtype] * tokens * shape.hidden / layout.tensor
-    return {"none": layers * one, "selective": layers * one, "full": layers * between + one}[config.train.recompute]
+    # An MTP layer's pass is not recomputed: it ends before that of any other layer is.
+    all_of_it = (layers + shape.mtp_layers) * one
+    return {"none": all_of_it, "selective": all_of_it, "full": layers * between + one}[config.train.recompute]
 
 
 def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:

@@ -14,6 +14,7 @@ from typing import Any
 
 from specactor.config import EAGLE3_HEAD
 from specactor.errors import PlanError
+from specactor.parallel.layout import has_mtp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class TransformerShape:
     expert_intermediate: int = 0
     param_bytes: int = 2
     reads: int = 0  # numbers of the target's hidden states at a token; > 0: an EAGLE-3 head, of one layer
+    mtp_layers: int = 0  # 0 or 1, behind the last one; all other figures are without it
 
     def __post_init__(self) -> None:
         sizes = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv_heads}
@@ -68,6 +70,11 @@ class TransformerShape:
         layer = self.attention_params + self.mlp_params + self.experts * self.expert_params
         ends = 1 if self.tied or self.reads else 2  # a head's embedding is its target's
         return self.layers * layer + self.head_params * ends + self.reads * self.hidden
+
+    @property
+    def mtp_params(self) -> int:
+        """Return those of the MTP layer, which has the policy's embedding and output layer."""
+        return self.mtp_layers * (self.attention_params + self.mlp_params + 2 * self.hidden**2)
 
     @property
     def active_params(self) -> int:
@@ -117,6 +124,7 @@ class TransformerShape:
                 intermediate=0 if experts else config["intermediate_size"],
                 vocab=(config.get("draft_vocab_size") if is_head else None) or config["vocab_size"],
                 reads=reads,
+                mtp_layers=int(has_mtp(config)),
                 tied=bool(config.get("tie_word_embeddings", False)),
                 experts=experts,
                 experts_per_token=config["num_experts_per_tok"] if experts else 0,

@@ -47,7 +47,7 @@ def _import_bridges() -> None:
         vars(sys.modules["mbridge.models"]).update(bridges)  # some families import others from there
 
 
-FAMILIES = ("qwen2", "qwen2moe", "qwen3", "qwen3moe", "llama", "mixtral", "mimo", "deepseek_v3", "glm4moe")
+FAMILIES = ("qwen2", "qwen2moe", "qwen3", "qwen3moe", "llama", "mixtral", "mimo", "glm4moe")
 _import_bridges()
 register_mimo()
 
@@ -65,6 +65,8 @@ from specactor.trainer import mtp  # noqa: E402
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
 """What cuBLAS, TransformerEngine and NCCL read when they are first used."""
+_CORRECTED = {"qwen2_moe": {"moe_shared_expert_gate": True}, "mixtral": {"moe_router_pre_softmax": False}}
+"""By model type, what mbridge gets wrong: it builds no gate, and scales the chosen experts by less than 1 in sum."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -178,6 +180,8 @@ def read_hf_config(model_dir: Path) -> Any:
         )
     if "rope_theta" in rope:
         config.rope_theta = rope["rope_theta"]
+    if getattr(config, "head_dim", 0) is None:  # mbridge expects none, or a number
+        config.head_dim = config.hidden_size // config.num_attention_heads
     return config
 
 
@@ -201,6 +205,7 @@ def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, train: T
     }
     if getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None):
         settings["moe_router_dtype"] = "fp32"
+    settings |= _CORRECTED.get(hf_config.model_type, {})
     if train.recompute == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif train.recompute == "selective":

@@ -86,7 +86,11 @@ class ModelTrainer:
         def loss_of(batch: MicroBatch, output_1TV: Tensor) -> Tensor:
             loss, values = objective(batch, output_1TV)
             sums.add(values)
-            return loss if self._mtp is None else loss + self._mtp.loss(batch)
+            if self._mtp is not None:
+                of_layer, values = self._mtp.loss(batch)
+                sums.add(values)
+                loss = loss + of_layer
+            return loss
 
         count = self._run(items, loss_of, forward_only=False, watch=watch)
         optimizer.set_learning_rate(self.optimizer, learning_rate, self.config.train.weight_decay)

@@ -62,8 +62,8 @@ class MtpTraining:
             self._hidden_T1H = hidden_T1H.detach()
             self._given = {name: given[name] for name in _GIVEN}
 
-    def loss(self, batch: MicroBatch) -> Tensor:
-        """What is added to the policy's loss, after its forward pass over this micro-batch."""
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """What is added to the policy's loss, after its forward pass over this micro-batch, and what to `Sums`."""
         hidden_T1H, self._hidden_T1H = self._hidden_T1H, None
         assert hidden_T1H is not None
         module = self._module
@@ -77,4 +77,5 @@ class MtpTraining:
         known = batch.positions_1T[0, batch.rows_R] > 0  # a prompt of one token has none before it
         rows = replace(batch, rows_R=batch.rows_R[known] - 1, targets_R=batch.targets_R[known])
         logprobs_R, _ = response_logprobs(rows, logits_T1V.transpose(0, 1), self._temperature)
-        return float(module.config.mtp_loss_scaling_factor) * -(batch.weights_R[known] * logprobs_R).sum()
+        loss = float(module.config.mtp_loss_scaling_factor) * -(batch.weights_R[known] * logprobs_R).sum()
+        return loss, {"mtp_loss": -logprobs_R.detach().sum(), "mtp_tokens": known.sum()}

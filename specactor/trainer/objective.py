@@ -46,6 +46,8 @@ class Sums:
     cut: float = 0.0
     scored: float = 0.0
     unpicked: float = 0.0
+    mtp_loss: float = 0.0
+    mtp_tokens: float = 0.0
     gap_max: float = 0.0
 
     def add(self, values: dict[str, Tensor]) -> None:

@@ -82,13 +82,16 @@ class TrainStats:
     num_microbatches: int
     """Per rank, in all updates of the step."""
     learning_rate: float
+    mtp_loss: float | None = None
+    """Cross entropy of the MTP layer, mean per response token that it learned from, nats; None without such a layer."""
     critic: CriticStats | None = None
 
     def numbers(self) -> dict[str, float]:
         """All of them by name; the critic's begin with its name."""
         own = asdict(self)
         of_critic = own.pop("critic") or {}
-        return {name: float(value) for name, value in own.items()} | {f"critic_{n}": x for n, x in of_critic.items()}
+        found = {name: float(value) for name, value in own.items() if value is not None}
+        return found | {f"critic_{n}": x for n, x in of_critic.items()}
 
 
 class PolicyTrainer(ModelTrainer):
@@ -272,6 +275,7 @@ def _means(total: Sums, num_updates: int) -> dict[str, Any]:
         "tokens": round(total.tokens),
         "scored": round(total.scored),
         "unpicked": round(total.unpicked),
+        "mtp_loss": total.mtp_loss / total.mtp_tokens if total.mtp_tokens else None,
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from benchmarks.drafter_refresh_runs import LENGTH, Run
@@ -19,10 +21,19 @@ def test_heads_of_a_task_by_fifth_and_what_learning_takes() -> None:
     frozen, kl, _ = page.rows
     assert frozen == [BITS, FROZEN, *["3.00"] * 5, "-", "-"]
     assert kl == [BITS, "KL", *["4.00"] * 5, "3.0", "1.0 %"]
-    assert "frozen 3.00, KL 4.00, total variation 5.00" in page.verdict
+    assert "count_bits: frozen 3.00 to 3.00, KL 4.00 to 4.00, total variation 5.00 to 5.00. " in page.verdict
+    assert page.verdict.endswith("met by all.")
     assert "same responses" in page.intro
     page = table({BITS: [finished(FROZEN, 3.0), finished("KL", 4.0, "other")]}, steps=10)
     assert "DIFFERENT: ['count_bits: KL: responses or rewards differ" in page.intro
+
+
+def test_a_head_that_ends_lower_or_takes_too_long_misses_the_aim() -> None:
+    falls, slow = finished("KL", 4.0), finished("total variation", 4.0)
+    falls = replace(falls, lines=[{**line, LENGTH: 4.0 - float(line["step"]) / 100} for line in falls.lines])
+    slow = replace(slow, lines=[{**line, "time/refresh_s": 0.08} for line in slow.lines])
+    page = table({BITS: [finished(FROZEN, 3.0), falls, slow]}, steps=10)
+    assert page.verdict.endswith("missed by KL in count_bits, total variation in count_bits.")
 
 
 def test_total_variation_is_half_the_sum_of_differences_and_has_its_gradient() -> None:

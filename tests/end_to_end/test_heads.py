@@ -1,16 +1,21 @@
-"""A run from nothing whose EAGLE-3 head is made by the warm-up and learns with the policy."""
+"""A run from nothing whose EAGLE-3 head is made by the warm-up and learns with the policy, and one of a policy with an
+MTP layer, which learns and drafts."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from math import log
 from pathlib import Path
 
 import pytest
 
+from specactor.data.tokenizer import VOCAB_SIZE
 from specactor.metrics import read_metrics
+from specactor.replay import records
 from tests.end_to_end.conftest import Launched, Launcher
 from tests.end_to_end.test_run import deterministic
+from tests.lib.ranks import run_alone
 
 STEPS = ("--train.steps", "5", "--train.learning-rate", "3e-3")
 SPECULATION = ("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model")
@@ -57,3 +62,31 @@ def test_a_head_learns_with_the_policy_and_a_killed_run_goes_on_exactly(launcher
     assert deterministic(killed) == deterministic(run.folder)
     assert learned(killed) == learned(run.folder)
     assert lengths(resumed) == pytest.approx(lengths(run), rel=0.02)
+
+
+def responses(folder: Path) -> list[tuple[bytes, float]]:
+    """Digests of tokens, and rewards, of all steps."""
+    files = [records.file_of(folder, step) for step in records.steps_of(folder)]
+    return [(sample.tokens, sample.reward) for file in files for sample in records.read(file).samples]
+
+
+@pytest.mark.deep
+def test_a_policys_mtp_layer_learns_and_drafts_and_changes_nothing(launcher: Launcher, tmp_path: Path) -> None:
+    """Its layer is random at first: what it drafts rightly it was taught, in the warm-up and in the steps."""
+    run_alone("tests.rollout.sglang.make_mimo", tmp_path / "policy", "untaught")
+    mimo = ("--model.path", str(tmp_path / "policy"), "--parallel.expert", "1")
+    drafting = ("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "mtp")
+    drafted = launcher.run("mtp", *mimo, *drafting, "--rollout.speculation.window", "4", "--rollout.audit", "stop")
+    assert drafted.code == 0, drafted.output
+    plain = launcher.run("mtp-off", *mimo)
+    assert plain.code == 0, plain.output
+    assert deterministic(drafted.folder) == deterministic(plain.folder), "losses, the layer's too, rewards and lengths"
+    assert responses(drafted.folder) == responses(plain.folder)
+    assert len(responses(plain.folder)) == 2 * 64
+    lines = [{k: float(str(v)) for k, v in line.items()} for line in read_metrics(drafted.folder)[1:]]
+    assert len(lines) == 2
+    for line in lines:
+        assert 0 < line["policy/mtp_loss"] < log(VOCAB_SIZE)
+        assert line["speculation/mtp/accept_rate"] > 0.1, line
+        assert "speculation/mtp/failures" not in line
+        assert line["audit/unpicked"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -170,3 +171,45 @@ def test_what_the_warm_up_will_make_is_counted(kind: str, rows: set[str]) -> Non
     words = ["--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model"]
     found = memory_of(load(["quickstart", *words, "--rollout.speculation.draft-model", kind]), 2, H100).rows
     assert {"draft model", "hidden states"} & set(found) == rows
+
+
+def test_an_mtp_layer_is_counted_where_it_learns_and_where_it_drafts(tmp_path: Path) -> None:
+    """That of the published MiMo-7B: one of its layers, and what joins embedding and hidden states."""
+    sizes = {"num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes |= {"intermediate_size": 11008, "vocab_size": 151680, "num_nextn_predict_layers": 1}
+    about = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+    usual = [
+        "qwen3_8b",
+        "--distillation.refresh",
+        "0",
+        "--rollout.speculation.draft-model",
+        "--rollout.speculation.drafters",
+    ]
+
+    def found(layers: int, drafter: str) -> tuple[Memory, Memory]:
+        (tmp_path / "config.json").write_text(json.dumps(sizes | about | {"num_nextn_predict_layers": layers}))
+        config = load([*usual, drafter, "--model.path", str(tmp_path)])
+        return memory_of(config, 8, H100), host_memory_of(config, 8, 8)
+
+    (without, host_without), (learns, host), (drafts, _) = found(0, "suffix"), found(1, "suffix"), found(1, "mtp")
+    own = 2 * 4096 * 32 * 128 + 2 * 4096 * 8 * 128 + 3 * 4096 * 11008 + 2 * 4096 * 4096
+    tensor = load(["qwen3_8b"]).parallel.tensor
+
+    def more(name: str, phase: Phase = "train") -> float:
+        return learns.rows[name][phase] - without.rows[name].get(phase, 0.0)
+
+    assert more("policy, trainer") == pytest.approx(2 * own / tensor)
+    assert more("gradients") == pytest.approx(4 * own / tensor)
+    assert more("optimizer") == pytest.approx(12 * own / 8)
+    assert host.rows["checkpoint"]["train"] - host_without.rows["checkpoint"]["train"] == pytest.approx(12 * own)
+    assert learns.rows["logits"]["train"] == 2 * without.rows["logits"]["train"], "both are there at once"
+    assert learns.rows["activations"]["train"] >= without.rows["activations"]["train"]
+    assert learns.of("rollout") == pytest.approx(without.of("rollout") + more("policy, trainer", "rollout"))
+
+    engine = load(["qwen3_8b"]).parallel.engine_tensor
+    rows, states = drafts.rows, 2 * 4096
+    assert rows["MTP layer"]["rollout"] == pytest.approx(2 * own / engine)
+    pool = rows["keys and values"]["rollout"] + rows["hidden states"]["rollout"]
+    assert pool + rows["MTP layer"]["rollout"] == pytest.approx(learns.rows["keys and values"]["rollout"])
+    keys = 37 * 2 * 8 * 128 * 2
+    assert rows["hidden states"]["rollout"] == pytest.approx(pool * states / (keys + states))

@@ -45,21 +45,24 @@ def train(trainer: PolicyTrainer) -> dict[str, Any]:
     if trainer._mtp is not None:
         own = trainer._mtp.loss
 
-        def watched(batch: Any) -> Tensor:
-            losses.append(own(batch))  # type: ignore[arg-type]
-            return losses[-1]  # type: ignore[return-value]
+        def watched(batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            added = own(batch)
+            losses.append(float(added[0].detach()))
+            return added
 
         trainer._mtp.loss = watched  # type: ignore[method-assign]
-    steps, sums = [], []
+    steps, sums, told = [], [], []
     for _ in range(STEPS):
         losses.clear()
         steps.append(layouts.step(trainer, cases.LEARNING_RATE))
-        total = torch.tensor([sum(float(loss.detach()) for loss in losses)])  # type: ignore[attr-defined]
+        told.append(steps[-1].pop("mtp_loss", None))
+        total = torch.tensor([sum(losses)])
         dist.all_reduce(total)
         sums.append(float(total) / trainer.layout.tensor)  # whose ranks have the same tokens
     return {
         "steps": steps,
         "mtp_losses": sums,
+        "told": told,
         "policy": digests(trainer, mtp=False),
         "mtp": digests(trainer, mtp=True),
         "mtp_weights": {n: t.flatten()[:64].tolist() for n, t in trainer.named_weights() if n.startswith(MTP)},
@@ -99,16 +102,17 @@ def wrong(entry: dict[str, Any], mistake: str) -> dict[str, Any]:
     return train(trainer)
 
 
-def reference_loss(folder: Path) -> float:
-    """Of the MTP layer before the first step, from its definition."""
-    model, total = ReferenceMimo.read(folder), 0.0
+def reference_losses(folder: Path) -> tuple[float, float]:
+    """Of the MTP layer before the first step, from its definition: what is added to the policy's, and per token."""
+    model, total, told, tokens = ReferenceMimo.read(folder), 0.0, 0.0, 0
     weights = token_weights([s.num_learned for s in SEQUENCES], cases.CASES["grpo"].algorithm.aggregation, 32)
     for s, weight in zip(SEQUENCES, weights, strict=True):
         ids = list(s.token_ids)
         out = model.mtp(model.hidden(ids)[:-2], ids[1:-1])  # at token t + 1, of token t + 2
         logprobs = (model.logits(out) / cases.TEMPERATURE).log_softmax(-1)
-        total -= weight * sum(float(logprobs[t - 2, ids[t]]) for t in range(max(2, s.prompt_len), len(ids)))
-    return 0.1 * total
+        own = [float(logprobs[t - 2, ids[t]]) for t in range(max(2, s.prompt_len), len(ids))]
+        total, told, tokens = total - weight * sum(own), told - sum(own), tokens + len(own)
+    return 0.1 * total, told / tokens
 
 
 def resumed(entry: dict[str, Any], root: Path) -> dict[str, Any]:
@@ -141,7 +145,7 @@ def handed_over(entry: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    folder, results = Path(sys.argv[1]), {}
+    folder, results = Path(sys.argv[1]), dict[str, Any]()
     for name, parallel in json.loads(sys.argv[2]).items():
         entry = {"model": str(folder), "parallel": parallel, "world": os.environ["WORLD_SIZE"]}
         result: dict[str, Any] = {"wrong_weights": layouts.wrong_weights(layouts.make(entry), folder)}
@@ -158,7 +162,7 @@ def main() -> None:
             result[case] = run()
             destroy_groups(keep_process_group=True)
         results[name] = result
-    results["reference_loss"] = reference_loss(folder)
+    results["reference_losses"] = reference_losses(folder)
     if dist.get_rank() == 0:
         Path(sys.argv[3]).write_text(json.dumps(results))
     dist.barrier()

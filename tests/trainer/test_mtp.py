@@ -34,9 +34,11 @@ def test_the_layer_is_loaded_and_exported_bit_for_bit(results: dict[str, Any], n
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_loss_is_that_of_its_definition_and_falls(results: dict[str, Any], name: str) -> None:
-    first, *_, last = results[name]["trained"]["mtp_losses"]
-    assert first == pytest.approx(results["reference_loss"], rel=1e-4)
-    assert last < 0.99 * first
+    for own, reference in zip(("mtp_losses", "told"), results["reference_losses"], strict=True):
+        first, *_, last = results[name]["trained"][own]
+        assert first == pytest.approx(reference, rel=1e-4)
+        assert last < 0.99 * first
+    assert results[name]["untrained"]["told"] == [None] * 3, "nothing is said of a layer that does not learn"
 
 
 @pytest.mark.parametrize("name", NAMES)

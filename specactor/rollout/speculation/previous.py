@@ -5,7 +5,7 @@ policy and text so far are as they were (common random numbers; PEGASUS, Ng and 
 position after the two texts have differed. Seeds come again in evaluations, in requests that are begun again, and in
 training with `rollout.noise_visits` > 1; where the noise was renewed, nothing is drafted.
 
-Invariants, each with a test: a draft is of the same prompt and seed; at most `max_tokens` are held, and the responses
+Invariants, each with a test: a draft is of the same prompt and seed; at most `max_bytes` are held, and the responses
 that ended longest ago go first; a new policy changes nothing.
 """
 
@@ -16,21 +16,23 @@ from collections.abc import Sequence
 from operator import eq
 
 from specactor.rollout.speculation.acceptance import CONFIDENCES
-from specactor.rollout.speculation.drafter import HISTORY_TOKENS, Drafter, DraftSequence
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 
 SEEN = CONFIDENCES - 1
 """Tokens before a draft that say how sure it is: so many were right."""
+RESPONSE_BYTES, TOKEN_BYTES = 320, 4
+"""What a response takes, and each of its tokens, in CPython; a test measures it."""
+MAX_BYTES = 2**26
+"""200,000 short responses, or 16 million tokens of long ones."""
 
 
 class PreviousDrafter(Drafter):
-    """4 bytes of memory per token held, and 200 to 300 per response."""
-
     name = "previous"
 
-    def __init__(self, *, max_tokens: int = HISTORY_TOKENS) -> None:
-        self._max_tokens = max_tokens
+    def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._held: dict[tuple[int, int], array[int]] = {}  # by prompt and seed, in the order in which they ended
-        self.num_tokens = 0
+        self.num_bytes = 0
         self._last: dict[str, array[int]] = {}  # by running request
 
     def open(self, sequence: DraftSequence) -> None:
@@ -38,13 +40,15 @@ class PreviousDrafter(Drafter):
 
     def close(self, sequence: DraftSequence) -> None:
         last = self._last.pop(sequence.request_id, array("i"))
-        # Of a request that ends early (a turn of a conversation, a retracted one) what came next stays known.
+        # Of a request that ends early (a turn of a conversation, a retracted one) what came next stays known. Where it
+        # is not needed, a response that ended sooner than the last one, it costs the rows of one draft at the end.
         text = array("i", sequence.output_ids) + last[len(sequence.output_ids) :]
-        self.num_tokens += len(text) - len(self._held.pop(_key(sequence), ()))
+        self.num_bytes -= _bytes(self._held.pop(_key(sequence), array("i")))
         if text:
             self._held[_key(sequence)] = text
-        while self.num_tokens > self._max_tokens:
-            self.num_tokens -= len(self._held.pop(next(iter(self._held))))
+        self.num_bytes += _bytes(text)
+        while self.num_bytes > self._max_bytes:
+            self.num_bytes -= _bytes(self._held.pop(next(iter(self._held))))
 
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         drafts, confidence = [], []
@@ -55,6 +59,10 @@ class PreviousDrafter(Drafter):
             confidence.append(SEEN - len(recent) + sum(map(eq, recent, last[at - len(recent) : at])))
         self.confidence = confidence
         return drafts
+
+
+def _bytes(text: array[int]) -> int:
+    return RESPONSE_BYTES + TOKEN_BYTES * len(text) if text else 0
 
 
 def _key(sequence: DraftSequence) -> tuple[int, int]:

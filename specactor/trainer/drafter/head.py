@@ -96,7 +96,7 @@ class _Attention(nn.Module):
 
     def forward(self, x_BPI: Tensor, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Args: input; keys and values [B, N, P, D] of the steps before, to which those of this step are added."""
-        b, p, _ = x_BPI.shape
+        p = x_BPI.shape[1]
         k = len(steps)
         query = self._turned(self._split(self.q_proj(x_BPI), self._heads))
         repeats = self._heads // self._kv_heads
@@ -112,7 +112,7 @@ class _Attention(nn.Module):
         answer = weights[..., :p] @ steps[0][1]
         for m, (_, value) in enumerate(moved):
             answer = answer + weights[..., p + m, None] * value
-        return self.o_proj(answer.transpose(1, 2).reshape(b, p, -1))  # type: ignore[no-any-return]
+        return self.o_proj(answer.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.view(*x.shape[:2], heads, self._size).transpose(1, 2)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.config import SpeculationConfig
 from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.rollout.speculation.previous import SEEN, PreviousDrafter
+from specactor.rollout.speculation.previous import RESPONSE_BYTES, SEEN, TOKEN_BYTES, PreviousDrafter
 from specactor.rollout.speculation.registry import make_drafters
 
 PROMPT = (91, 92, 93)
@@ -77,15 +79,33 @@ def test_what_followed_a_request_that_ended_early_stays_known() -> None:
 
 @given(
     calls=st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 9), max_size=12)), max_size=30),
-    most=st.integers(1, 30),
+    most=st.integers(1, 3000),
 )
 def test_memory_is_bounded_and_the_oldest_go_first(calls: list[tuple[int, list[int]]], most: int) -> None:
-    drafter, expected = PreviousDrafter(max_tokens=most), dict[int, list[int]]()
+    drafter, expected = PreviousDrafter(max_bytes=most), dict[int, list[int]]()
+
+    def held() -> int:
+        return sum(RESPONSE_BYTES + TOKEN_BYTES * len(text) for text in expected.values() if text)
+
     for seed, output in calls:
         drafter.close(start(drafter, output, seed=seed))
         expected[seed] = output + expected.pop(seed, [])[len(output) :]
-        while sum(map(len, expected.values())) > most:
+        while held() > most:
             del expected[next(iter(expected))]
-        assert drafter.num_tokens == sum(map(len, expected.values())) <= most
+        assert drafter.num_bytes == held() <= most
     for seed in range(6):
         assert draft(drafter, start(drafter, [], seed=seed), window=16) == expected.get(seed, [])[:16]
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 2000])
+def test_memory_is_what_is_counted(tokens: int) -> None:
+    """Of many short responses, too, which take more than their tokens."""
+    drafter = PreviousDrafter()
+    tracemalloc.start()
+    try:
+        for seed in range(2**9, 2**9 + 1000):
+            drafter.close(start(drafter, [5] * tokens, seed=seed << 40, prompt=(seed, 92)))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.6 * drafter.num_bytes < taken <= drafter.num_bytes

@@ -219,15 +219,18 @@ def test_states_that_were_computed_once_teach_as_the_target_beside_it(
     assert once == pytest.approx(beside, rel=3e-3)
 
 
-def test_two_ranks_make_the_head_that_one_makes(targets: dict[str, Path], rollouts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokens", [512, 1], ids=["shared", "of one example, which one rank has"])
+def test_two_ranks_make_the_head_that_one_makes(
+    targets: dict[str, Path], rollouts: Path, tmp_path: Path, tokens: int
+) -> None:
     files = (targets["moe"], made(targets["moe"], tmp_path / "head"), rollouts)
-    run_ranks("learn_rank", 2, tmp_path / "store", *files, tmp_path)
+    run_ranks("learn_rank", 2, tmp_path / "store", *files, tmp_path, tokens)
     first, second = (json.loads((tmp_path / f"learned{rank}.json").read_text()) for rank in range(2))
-    losses_alone, micro_steps_alone = learn_rank.learned(*files)
-    assert first == second
-    assert first[0] == pytest.approx(losses_alone, rel=1e-4)
-    assert losses_alone[-1] < 0.99 * losses_alone[0], "it learns"
-    assert first[1] < micro_steps_alone, "they share the work"
+    losses_alone, micro_steps_alone = learn_rank.learned(*files, tokens)
+    assert first[0] == second[0] == pytest.approx(losses_alone, rel=1e-4)
+    if tokens > 1:
+        assert losses_alone[-1] < 0.99 * losses_alone[0], "it learns"
+        assert first[1] == second[1] < micro_steps_alone, "they share the work"
 
 
 def test_by_depth_a_verify_ends_where_that_depth_disagrees() -> None:
