@@ -66,11 +66,12 @@ def settings() -> dict[str, Setting]:
         *(
             Setting(
                 name=f"32B on 8 H100, 1.5B drafts, 1k context, batch {batch}",
-                pace=published(**short, most=batch, dilation=30.0),  # type: ignore[arg-type]
+                pace=published(**short, most=batch, dilation=dilation),  # type: ignore[arg-type]
                 batch=batch,
                 spread=0.1,
+                tokens=tokens,
             )
-            for batch in (8, 32)
+            for batch, tokens, dilation in ((8, 96, 30.0), (32, 96, 30.0), (64, 64, 40.0), (128, 64, 60.0))
         ),
         Setting(
             name="32B on 4 H100, 0.5B drafts, 4k context, batch 16",
