@@ -11,11 +11,10 @@ Shape legend: N response tokens, V vocabulary, T tokens of one response.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -39,11 +38,12 @@ from specactor.trainer.drafter import acceptance, init, losses
 from specactor.trainer.drafter.buffer import TrainingExample
 
 MIX = "mix"
-SHAPE = init.RandomStart(num_layers=2, intermediate_size=384)
-LEARNS = DraftShape(steps=300, batch_size=32, learning_rate=3e-3)  # the target, from worked answers
-DRAFTS = DraftShape(steps=100, batch_size=32, learning_rate=3e-3, sequences=1024)
-WORKED, OF_MIX = 3000, 1200  # problems per task to learn from
-PROMPTS, PROMPTS_OF_MIX = 48, 16  # held out, per task
+SHAPE = init.RandomStart(hidden_size=64, num_layers=2, intermediate_size=192)
+LEARNS = DraftShape(steps=250, batch_size=32, learning_rate=4e-3)  # the target, from worked answers
+OF_ALL = replace(LEARNS, steps=500)  # the target of all tasks
+DRAFTS = DraftShape(steps=80, batch_size=32, learning_rate=3e-3, sequences=768)
+WORKED, OF_MIX = 2500, 500  # problems per task to learn from
+PROMPTS, PROMPTS_OF_MIX = 32, 12  # held out, per task
 GROUP_SIZE, VISITS = 8, 2
 RUNNING, WINDOW = 64, 4
 MAX_NEW_TOKENS = 100
@@ -80,21 +80,20 @@ def target_of(task: str) -> Path:
     def make(folder: Path) -> None:
         init.make_draft_model(base(), folder, SHAPE)
         model = init.read_model(folder)
-        learn(model, examples(task), LEARNS)
+        learn(model, examples(task), _learns(task))
         init.write_model(model, folder, tokenizer=base())
 
     return cached(f"tasks-target-{task}", _parts(task), make)
 
 
 def draft_of(task: str) -> Path:
-    """Return the draft model: the target's first layer, which learned the target's law."""
+    """Return the draft model: the target's first layer, which learned the target's law on worked answers."""
 
     def make(folder: Path) -> None:
         init.make_draft_model(target_of(task), folder, init.TargetStart(num_layers=1))
         target, draft = init.read_model(target_of(task)), init.read_model(folder)
-        prompts = [tuple(x.token_ids[: x.prompt_len].tolist()) for x in examples(task)]
-        chosen = [prompts[i] for i in np.random.default_rng(0).permutation(len(prompts))[: DRAFTS.sequences].tolist()]
-        taught = sampled(target, chosen, MAX_NEW_TOKENS, 0)
+        known = examples(task)
+        taught = [known[i] for i in np.random.default_rng(0).permutation(len(known))[: DRAFTS.sequences].tolist()]
         learn(draft, acceptance.with_top_k(target, taught, top_k=int(target.config.vocab_size)), DRAFTS)
         init.write_model(draft, folder, tokenizer=base())
 
@@ -108,17 +107,18 @@ def responses_of(task: str) -> list[Response]:
         folder.mkdir()
         (folder / "responses.json").write_bytes(msgspec.json.encode(_measured(task)))
 
-    folder = cached(f"tasks-responses-{task}", (_parts(task), asdict(DRAFTS), inspect.getsource(_this())), make)
+    counted = [inspect.getsource(of) for of in (_measured, right, replay, held_out)]
+    folder = cached(f"tasks-responses-{task}", (_parts(task), asdict(DRAFTS), counted), make)
     return msgspec.json.decode((folder / "responses.json").read_bytes(), type=list[Response])
 
 
-def _this() -> Any:
-    return sys.modules[__name__]
+def _learns(task: str) -> DraftShape:
+    return OF_ALL if task == MIX else LEARNS
 
 
 def _parts(task: str) -> tuple[object, ...]:
     sizes = (WORKED, OF_MIX, PROMPTS, PROMPTS_OF_MIX)
-    return (names_of(task), asdict(SHAPE), asdict(LEARNS), sizes, inspect.getsource(tasks_answers))
+    return (names_of(task), asdict(SHAPE), asdict(_learns(task)), sizes, inspect.getsource(tasks_answers))
 
 
 def examples(task: str) -> list[TrainingExample]:
