@@ -27,11 +27,14 @@ from benchmarks.results import Result, Table, markdown, publish
 from benchmarks.tasks_answers import TASKS
 from benchmarks.tasks_models import (
     GROUP_SIZE,
+    LEARNS,
     METHODS,
     MIX,
     RUNNING,
+    SHAPE,
     VISITS,
     WINDOW,
+    WORKED,
     Response,
     draft_of,
     responses_of,
@@ -282,13 +285,14 @@ def _bounds(cell: str) -> tuple[float, float, float]:
 
 
 INTRO = f"""\
-Each task has a dense model of two layers that learned worked answers for a short time, and its first layer as a draft \
-model, distilled from it; one more pair learned all tasks. They sample {GROUP_SIZE} responses to each held-out prompt \
-in each of {VISITS} visits at temperature 1; the policy stays the same, so an earlier visit tells as much as it can. \
-Responses are replayed in rounds, {RUNNING} together, with a window of {WINDOW}: `suffix` drafts itself and keeps its \
-text, `model` is right where its token with the policy's noise is the response's, `both` verifies the two drafts as a \
-tree. Gains are tokens over plain decoding's in the same seconds, by the planner's cost table for {TARGET} with \
-{DRAFT} drafting on {DEVICES} {GPU} at {CONTEXT} tokens of context, not measured."""
+Each task has a dense model of {SHAPE.num_layers} layers that learned {WORKED} worked answers in {LEARNS.steps} \
+updates of {LEARNS.batch_size}, too short to solve it, and its first layer as a draft model, distilled from it on such \
+answers; one more pair learned all tasks. They sample {GROUP_SIZE} responses to each held-out prompt in each of \
+{VISITS} visits at temperature 1; the policy stays the same, so an earlier visit tells as much as it can. Responses \
+are replayed in rounds, {RUNNING} together, with a window of {WINDOW}: `suffix` drafts itself and keeps its text, \
+`model` is right where its token with the policy's noise is the response's, `both` verifies the two drafts as a tree. \
+Gains are tokens over plain decoding's in the same seconds, by the planner's cost table for {TARGET} with {DRAFT} \
+drafting on {DEVICES} {GPU} at {CONTEXT} tokens of context, not measured."""
 
 NOTES = """\
 **Does what is known before the first token tell the best method?** A rule is made from the second visit to half of \
