@@ -286,7 +286,7 @@ def _bounds(cell: str) -> tuple[float, float, float]:
 
 INTRO = f"""\
 Each task has a dense model of {SHAPE.num_layers} layers that learned {WORKED} worked answers in {LEARNS.steps} \
-updates of {LEARNS.batch_size}, too short to solve it, and its first layer as a draft model, distilled from it on such \
+updates of {LEARNS.batch_size} and its first layer as a draft model, distilled from it on such \
 answers; one more pair learned all tasks. They sample {GROUP_SIZE} responses to each held-out prompt in each of \
 {VISITS} visits at temperature 1; the policy stays the same, so an earlier visit tells as much as it can. Responses \
 are replayed in rounds, {RUNNING} together, with a window of {WINDOW}: `suffix` drafts itself and keeps its text, \
