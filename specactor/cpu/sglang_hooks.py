@@ -138,14 +138,14 @@ def _experts(original: Callable[..., Any], layer: Any, x: Any, topk_output: Any,
 
 
 def _linear(original: Callable[..., Any], method: Any, layer: Any, x: Any, bias: Any = None) -> Any:
-    if x.numel() >= sglang_ops.MIN_ROWS * x.shape[-1]:
+    if x.numel() >= sglang_ops.min_rows(*layer.weight.shape) * x.shape[-1]:
         return original(method, layer, x, bias)
     return sglang_ops.linear(x, layer.weight, bias)
 
 
-def _lm_head(original: Callable[..., Any], processor: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-    rows = hidden.shape[0]
-    if rows >= sglang_ops.MIN_ROWS:
-        return original(processor, hidden, *args, **kwargs)
+def _lm_head(original: Callable[..., Any], processor: Any, hidden: Any, head: Any, *args: Any, **kwargs: Any) -> Any:
+    rows, needed = hidden.shape[0], sglang_ops.min_rows(*head.weight.shape)
+    if rows >= needed:
+        return original(processor, hidden, head, *args, **kwargs)
     kwargs.pop("out", None)  # a buffer for as many rows as there are
-    return original(processor, sglang_ops.fill_rows(hidden), *args, **kwargs)[:rows]
+    return original(processor, sglang_ops.fill_rows(hidden, needed), head, *args, **kwargs)[:rows]

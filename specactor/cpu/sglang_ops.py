@@ -19,9 +19,12 @@ from torch import Tensor
 from torch.nn import functional
 
 MIN_ROWS = 4  # a matrix product with fewer rows takes other kernels (dot products), which round differently
+TRIED_ROWS = 64  # as many products are looked at for others that do so
+TRIED_COLUMNS = 256
 KEY_BLOCK = 16  # numbers of keys are rounded up to a multiple of this
-LONG_KEY_BLOCK = 512  # the same beyond `SHORT_KEYS`: as many as PyTorch's kernel attends to at once
+LONG_KEY_BLOCK = 512  # the same where sums are split: as many as PyTorch's kernel attends to at once
 SHORT_KEYS = 128  # so few are one sum in every product; more than 192 were split in halves (AVX-512, MKL)
+KEYS_OF_FEW = 256  # so few in products of two or three queries
 ROWS_AT_ONCE = 64
 """Requests whose keys are gathered together. More do not stay in the cache, and their memory is asked of the system
 anew at every layer: 576 rows of 64 keys took 16.5 ms in one piece and 3.2 ms in pieces."""
@@ -99,10 +102,11 @@ def round_up(count: int, block: int) -> int:
 def padded_keys(longest: int, queries: int) -> int:
     """Return a number of keys >= `longest` beside which a shorter request has the same bits as alone.
 
-    Products with `queries` >= `MIN_ROWS` rows split a long sum over keys at a place that depends on how many there are,
-    those of padding too. So that many keys come in whole blocks, which are summed up one after the other.
+    Products with two rows or more split a long sum over keys at a place that depends on how many there are, those of
+    padding too. So that many keys come in whole blocks, which are summed up one after the other.
     """
-    return round_up(longest, KEY_BLOCK if queries < MIN_ROWS or longest <= SHORT_KEYS else LONG_KEY_BLOCK)
+    one_sum = KEYS_OF_FEW if queries < MIN_ROWS else SHORT_KEYS
+    return round_up(longest, KEY_BLOCK if queries == 1 or longest <= one_sum else LONG_KEY_BLOCK)
 
 
 def key_slots(
@@ -210,24 +214,43 @@ def tile_attention(q_RHD: Tensor, k_SND: Tensor, v_SND: Tensor, parts: Sequence[
     return out_RHD[:count]
 
 
-def fill_rows(x_TM: Tensor) -> Tensor:
-    """Append rows of zeros until there are MIN_ROWS."""
-    return functional.pad(x_TM, (0, 0, 0, MIN_ROWS - x_TM.shape[0]))
+@functools.cache
+def min_rows(out: int, width: int) -> int:
+    """Return how many rows a product with a weight [out, width] needs to give a row the same bits in any company.
+
+    It is found by trying, since MKL's kernels for few rows depend on the processor and on the width: 4 on AMD's, up to
+    16 on Intel's with AVX-512.
+    """
+    dice = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(TRIED_ROWS, width, generator=dice),
+        torch.randn(min(out, TRIED_COLUMNS), width, generator=dice),
+    )
+    whole = functional.linear(x, weight)
+    for rows in range(TRIED_ROWS - 1, MIN_ROWS - 1, -1):
+        if not torch.equal(functional.linear(x[:rows], weight), whole[:rows]):
+            return rows + 1
+    return MIN_ROWS
+
+
+def fill_rows(x_TM: Tensor, rows: int) -> Tensor:
+    """Append rows of zeros until there are so many."""
+    return functional.pad(x_TM, (0, 0, 0, rows - x_TM.shape[0]))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, M] or [..., M] times weight [out, M] transposed, with the same bits for a row whatever T is."""
-    rows = x.numel() // x.shape[-1]
-    if rows >= MIN_ROWS or rows == 0:
+    rows, needed = x.numel() // x.shape[-1], min_rows(*weight.shape)
+    if rows >= needed or rows == 0:
         return functional.linear(x, weight, bias)
-    return functional.linear(fill_rows(x.reshape(rows, -1)), weight, bias)[:rows].view(*x.shape[:-1], -1)
+    return functional.linear(fill_rows(x.reshape(rows, -1), needed), weight, bias)[:rows].view(*x.shape[:-1], -1)
 
 
 def experts(x_TM: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EFM: Tensor, w2_EMF: Tensor) -> Tensor:
     """Weighted sum of SwiGLU experts. Ids of -1 (experts of other ranks under expert parallelism) contribute nothing.
 
     Args: x [T, M]; weights [T, K]; ids [T, K]; w13 [E, 2F, M] gate over up; w2 [E, M, F]. Returns [T, M].
-    Tokens are sorted by expert. A product of fewer than MIN_ROWS rows runs on into the rows after it, whose experts
+    Tokens are sorted by expert. A product of fewer than `min_rows` rows runs on into the rows after it, whose experts
     overwrite what it leaves there.
     """
     num_tokens, top_k = ids_TK.shape
@@ -235,15 +258,15 @@ def experts(x_TM: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EFM: Tensor, w
     flat = ids_TK.reshape(-1)
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
-    total = flat.numel()
-    sorted_x = functional.pad(x_TM[order // top_k], (0, 0, 0, MIN_ROWS))
-    hidden = sorted_x.new_empty(total + MIN_ROWS, 2 * width)
-    out = sorted_x.new_empty(total + MIN_ROWS, x_TM.shape[1])
+    total, needed = flat.numel(), max(min_rows(*w13_EFM.shape[1:]), min_rows(*w2_EMF.shape[1:]))
+    sorted_x = functional.pad(x_TM[order // top_k], (0, 0, 0, needed))
+    hidden = sorted_x.new_empty(total + needed, 2 * width)
+    out = sorted_x.new_empty(total + needed, x_TM.shape[1])
     spans = []
     start = counts[0]
     for expert, count in enumerate(counts[1:]):
         if count:
-            stop = start + max(count, MIN_ROWS)
+            stop = start + max(count, needed)
             torch.mm(sorted_x[start:stop], w13_EFM[expert].t(), out=hidden[start:stop])
             spans.append((expert, start, stop))
             start += count
