@@ -40,7 +40,7 @@ from specactor.trainer.drafter.buffer import TrainingExample
 MIX = "mix"
 SHAPE = init.RandomStart(hidden_size=64, num_layers=2, intermediate_size=192)
 LEARNS = DraftShape(steps=250, batch_size=32, learning_rate=4e-3)  # the target, from worked answers
-OF_ALL = replace(LEARNS, steps=500)  # the target of all tasks
+OF_ALL = replace(LEARNS, steps=350)  # the target of all tasks
 DRAFTS = DraftShape(steps=80, batch_size=32, learning_rate=3e-3, sequences=768)
 WORKED, OF_MIX = 2500, 500  # problems per task to learn from
 PROMPTS, PROMPTS_OF_MIX = 32, 12  # held out, per task
