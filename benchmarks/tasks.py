@@ -1,6 +1,6 @@
 """Which draft method is best for which task, and whether anything known before a response tells which it will be.
 
-    python -m benchmarks.tasks [--limit-s SECONDS]
+    python -m benchmarks.tasks [--limit-s SECONDS] [--tasks NAME ...]
 
 Models of eight tasks of reasoning-gym and of their mix are made at first use (`tasks_models`), which takes a few
 minutes each; after `--limit-s` it ends between two of them, and goes on there when called again. Nothing is timed:
@@ -308,10 +308,11 @@ as much for half of the requests, so choosing brings less than here.
 def ruled_rows(found: Mapping[str, Sequence[Response]], table: CostTable) -> list[list[str]]:
     """Return the judgements: on the model of all tasks, and on the models of one task together."""
     alone = [r for task, responses in found.items() if task != MIX for r in responses]
-    pools = {"one model of all tasks": found[MIX], ALONE: alone}
+    pools = {"one model of all tasks": found.get(MIX, []), ALONE: alone}
     return [
         row
         for pool, responses in pools.items()
+        if responses
         for batch in BATCHES
         for row in judged(pool, batch, known(responses, seconds(responses, table, batch)))
     ]
@@ -339,11 +340,13 @@ def page(found: Mapping[str, Sequence[Response]]) -> Result:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tasks", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no further model after so long")
-    end_s = time.monotonic() + parser.parse_args(arguments).limit_s
+    parser.add_argument("--tasks", nargs="+", choices=[*TASKS, MIX], default=[*TASKS, MIX], help="of the page")
+    options = parser.parse_args(arguments)
+    end_s = time.monotonic() + options.limit_s
     found: dict[str, list[Response]] = {}
     torch.set_num_threads(1)
     init.quiet()
-    for task in (*TASKS, MIX):
+    for task in options.tasks:
         for make in (target_of, draft_of, responses_of):
             if time.monotonic() > end_s:
                 print(f"{task} is next: call it again", flush=True)
