@@ -143,7 +143,7 @@ def test_the_page_says_what_is_best_and_whether_it_is_known_before() -> None:
     made = tasks.page({MIX: responses, "bf": [r for r in responses if r.task == "bf"]})
     assert made.verdict.startswith("Yes: choosing by task gains 0.0 % (0.0 to 0.0) at batch 8")
     assert "In 8 of 24 cases" in made.verdict, "of the one model of all tasks"
-    assert made.verdict.endswith("of 2 pairs of models: suffix 1, model 1.")
+    assert made.verdict.endswith("of 2 pairs of models: suffix 2.")
     assert all(len(row) == len(made.columns) for row in made.rows)
     row = dict(zip(made.columns, made.rows[1], strict=True))
     assert row["accept_length, suffix"] == "5.00"
