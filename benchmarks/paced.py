@@ -1,9 +1,10 @@
 """Coupled and decoupled drafting at the pace of real devices, on equal numbers of them.
 
-    python -m benchmarks.paced [--settings NAME ...] [--repetitions 3]
+    python -m benchmarks.paced [--settings NUMBER ... | --page-only] [--repetitions 3]
 
 The shipped engines, drafter process, protocol and planner run; a pass and a draft step take as long as on the devices
-that a setting names (`paced_engine`, `paced_devices`). Settings that are not run keep their rows of the stored page.
+that a setting names (`paced_engine`, `paced_devices`). Settings that are not run keep their rows of the stored page;
+with `--page-only` none is run, and the page is written again with what the simulator predicts now.
 
 Invariants: every response is what plain decoding emits, which is checked; contestants take turns, and know costs and
 acceptance from a batch that they decoded before; prefills are left out of all times (those of a single token).
@@ -14,10 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,7 @@ from statistics import median
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from benchmarks import paced_prediction
 from benchmarks.paced_devices import Devices, Setting, flat, published, script_of, shortened, started
 from benchmarks.paced_engine import Passes
 from benchmarks.pictures import draw_timeline, spans
@@ -63,11 +66,12 @@ def settings() -> dict[str, Setting]:
         *(
             Setting(
                 name=f"32B on 8 H100, 1.5B drafts, 1k context, batch {batch}",
-                pace=published(**short, most=batch, dilation=30.0),  # type: ignore[arg-type]
+                pace=published(**short, most=batch, dilation=dilation),  # type: ignore[arg-type]
                 batch=batch,
                 spread=0.1,
+                tokens=tokens,
             )
-            for batch in (8, 32)
+            for batch, tokens, dilation in ((8, 96, 30.0), (32, 96, 30.0), (64, 64, 40.0), (128, 64, 60.0))
         ),
         Setting(
             name="32B on 4 H100, 0.5B drafts, 4k context, batch 16",
@@ -124,7 +128,7 @@ class Seen:
         ]
 
 
-COLUMNS = (
+MEASURED = (
     "setting",
     "contestant",
     "tokens/s over off",
@@ -135,6 +139,8 @@ COLUMNS = (
     "computing, ms per pass",
     "between, ms per pass",
 )
+SIMULATED = 3  # place of the simulator's figure, behind the measured one
+COLUMNS = (*MEASURED[:SIMULATED], "simulated", *MEASURED[SIMULATED:])
 
 
 def add(one: Passes, other: Passes) -> Passes:
@@ -246,7 +252,8 @@ dilation; drafters sleep for their steps. A setting has equal groups of devices;
 the requests, or one of them drafts for the others (`decoupled`). Drafters know the right tokens and are wrong as \
 often as dialled, some requests more than others; where the first choice is wrong, the second is right as often as the \
 cost table says. Medians of batches, with 95 % intervals from six on: {repetitions} repetitions of {batches} batches; \
-every response was compared with plain decoding. A turn is a request in a round. Idle is the share of a group's time \
+every response was compared with plain decoding. `simulated`: what the simulator \
+predicts. A turn is a request in a round. Idle is the share of a group's time \
 in which its device would have nothing to do. Computing and `between` are this machine's own milliseconds, undilated: \
 the tiny model, and what is between two passes and after the last of a batch. When the last run began, {load:.1f} \
 processes wanted one of {cores} cores."""
@@ -269,39 +276,61 @@ def verdict(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def beside_predictions(rows: Sequence[Sequence[str]], known: Mapping[str, Setting]) -> list[list[str]]:
+    """Return rows with what the simulator predicts of their setting and mode."""
+    predicted = {name: paced_prediction.over_off(known[name]) for name in dict.fromkeys(row[0] for row in rows)}
+    return [[*row[:SIMULATED], f"{predicted[row[0]][row[1].partition(',')[0]]:.2f}", *row[SIMULATED:]] for row in rows]
+
+
+def told_before(page: str) -> tuple[int, float, int, str]:
+    """Return (repetitions, load, cores, date and machine) of a stored page."""
+    repetitions = re.search(r"(\d+) repetitions of", page)
+    busy = re.search(r"began, ([\d.]+) processes wanted one of (\d+) cores", page)
+    assert repetitions is not None, "the page says how it was made"
+    assert busy is not None, "the page says how busy the machine was"
+    return int(repetitions[1]), float(busy[1]), int(busy[2]), page.strip().rpartition("\n\n")[2]
+
+
 def run(names: Sequence[str], repetitions: int) -> Result:
+    """Measure these settings; without any nothing is new but the predictions."""
     known = settings()
-    load = os.getloadavg()[1]
+    load, cores, source = os.getloadavg()[1], os.cpu_count(), ""
+    if not names:
+        repetitions, load, cores, source = told_before((RESULTS / "paced.md").read_text())
     found: dict[str, list[list[str]]] = {}
     for name in names:
         timeline = RESULTS / "paced_timeline.svg" if name == next(iter(known)) else None
         found[name] = measured(known[name], repetitions, timeline=timeline)
         for row in found[name]:
             print("  ".join(row), flush=True)
-    kept = [list(row.values()) for row in stored("paced")] if (RESULTS / "paced.csv").exists() else []
+    kept = [[row[name] for name in MEASURED] for row in stored("paced")] if (RESULTS / "paced.csv").exists() else []
     rows_of = {name: found.get(name) or [row for row in kept if row[0] == name] for name in known}
-    rows = [row for name in known for row in rows_of[name]]
+    rows = beside_predictions([row for name in known for row in rows_of[name]], known)
     shown = [known[name] for name in known if rows_of[name]]
     return Result(
         title="Drafting at the pace of GPUs",
         verdict=verdict(rows),
-        intro=INTRO.format(repetitions=repetitions, batches=BATCHES, load=load, cores=os.cpu_count()),
+        intro=INTRO.format(repetitions=repetitions, batches=BATCHES, load=load, cores=cores),
         columns=COLUMNS,
         rows=rows,
-        notes="Costs, in ms before dilation:\n\n"
+        notes=paced_prediction.errors(rows, SIMULATED - 1, SIMULATED)
+        + "\n\nCosts, in ms before dilation:\n\n"
         + costs(shown)
         + "\n\n![Rounds of the first setting, and what its drafter does meanwhile](paced_timeline.svg)",
+        source=source,
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--settings", nargs="+", type=int, help="numbers, from 1; default: all")
+    parser.add_argument("--page-only", action="store_true", help="run nothing, predict stored settings again")
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that engines are stopped
     names = list(settings())
-    publish("paced", run([names[k - 1] for k in options.settings] if options.settings else names, options.repetitions))
+    chosen = [] if options.page_only else [names[k - 1] for k in options.settings or range(1, len(names) + 1)]
+    publish("paced", run(chosen, options.repetitions))
 
 
 if __name__ == "__main__":

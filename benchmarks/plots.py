@@ -258,6 +258,13 @@ def kinds(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlabel("rollout tokens/s over no drafter")
 
 
+def tasks(axes: Axes, rows: Sequence[Row]) -> None:
+    """accept_length by method."""
+    methods = [name.removeprefix("accept_length, ") for name in rows[0] if name.startswith("accept_length, ")]
+    dots(axes, column(rows, "task"), {m: column(rows, f"accept_length, {m}") for m in methods}, line=1.0)
+    axes.set_xlabel("accept_length")
+
+
 def tail(axes: Axes, rows: Sequence[Row]) -> None:
     """Rollout and tail over plain decoding."""
     own = [row for row in rows if row["tail / off"] != "-"]
@@ -443,6 +450,7 @@ PLOTS = {
     "acceptance": Plot(acceptance, "accept_length beside the constant draft temperature"),
     "simulator_fidelity": Plot(fidelity, "Predicted over measured seconds", 3.4),
     "drafter_kinds": Plot(kinds, "Rollout speed over no drafter", 2.2),
+    "tasks": Plot(tasks, "accept_length by task and method", 3.4),
     "tail_speed": Plot(tail, "Tail and rollout over plain decoding"),
     "endpoint": Plot(endpoint, "Processor time of a request in process and over HTTP", 1.6),
     "heads": Plot(heads, "Speed over plain decoding", 1.6),

@@ -31,6 +31,7 @@ BENCHMARKS = {
     "paced_clock": "where decoupled drafting wins on equal devices, played on a clock by the shipped ends",
     "tail_speed": "the last requests of a rollout: single drafters, the best in hindsight, and Fastest-of-N",
     "drafter_kinds": "what draft tokens of small models and of text drafters cost, and what learning them takes",
+    "tasks": "which draft method is best for which task, and whether that is known before a response",
     "drafter_refresh": "accept_length of a draft model that stays fresh, beside a frozen one",
     "heads": "an EAGLE-3 head beside a draft model of one layer: acceptance, and the cost of a drafted token",
     "head_training": "accept_length of a head that learns with the policy, beside a frozen one, and another loss",

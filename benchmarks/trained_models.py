@@ -110,7 +110,7 @@ def task_models(task: Task) -> Models:
     learned_from = (asdict(recipe.data.train_source), recipe.rollout.max_new_tokens, _weights(target))
     parts = (asdict(shape), learned_from, _distillation())
     return Models(
-        target=target, draft=_cached(f"draft-{task}", parts, lambda folder: distil(target, folder, shape, task))
+        target=target, draft=cached(f"draft-{task}", parts, lambda folder: distil(target, folder, shape, task))
     )
 
 
@@ -119,20 +119,20 @@ def task_target(task: Task) -> Path:
     recipe = to_json(task_recipe(task))
     sections = {name: recipe[name] for name in TAUGHT_BY}
     parts = (sections, recipe["rollout"]["max_new_tokens"], inspect.getsource(quickstart_tasks))
-    return _cached(f"target-{task}", parts, lambda folder: _warm_up(task, folder))
+    return cached(f"target-{task}", parts, lambda folder: _warm_up(task, folder))
 
 
 def heavy_models() -> Models:
     """100 M parameters of a mixture of experts, and one dense layer; random weights."""
-    target = _cached(
+    target = cached(
         "target-heavy", (asdict(HUNDRED_MILLION),), lambda folder: make_tiny_model(HUNDRED_MILLION, 0, folder)
     )
     shape = DraftShape(hidden_size=256, head_dim=64, intermediate_size=1024, sequences=0, steps=0)
     parts = (asdict(shape), _weights(target), _distillation())
-    return Models(target=target, draft=_cached("draft-heavy", parts, lambda folder: distil(target, folder, shape, "A")))
+    return Models(target=target, draft=cached("draft-heavy", parts, lambda folder: distil(target, folder, shape, "A")))
 
 
-def _cached(name: str, parts: object, make: Callable[[Path], None]) -> Path:
+def cached(name: str, parts: object, make: Callable[[Path], None]) -> Path:
     """The folder of what `parts` say; `make` fills one that does not exist yet."""
     key = hashlib.blake2b(msgspec.json.encode(parts, order="sorted"), digest_size=8).hexdigest()
     folder = CACHE / f"{name}-{key}"

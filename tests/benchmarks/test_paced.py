@@ -9,10 +9,11 @@ from statistics import fmean
 import msgspec
 import pytest
 
-from benchmarks import paced, paced_clock, paced_devices
+from benchmarks import paced, paced_clock, paced_devices, paced_prediction
 from benchmarks.dialled import Script
 from benchmarks.paced_devices import Setting, flat, published, script_of, shortened, started
 from benchmarks.paced_engine import Pace
+from benchmarks.results import stored
 from specactor.rollout.speculation.costs import Grid
 
 PASS_S, STEP_S = 0.1, 0.02
@@ -67,6 +68,41 @@ def test_the_page_names_who_wins() -> None:
     assert "in 1 of 2 settings" in said
     assert "2.00 beside 1.50 times plain decoding (one)" in said
     assert "1.00 to 1.25 times" in said
+
+
+def test_predictions_are_what_the_formulas_give_without_ends() -> None:
+    """Long requests of equal acceptance: a pass of four draft steps, the first choice right with .8."""
+    setting = Setting(name="a quarter", pace=flat(0.080, 0.020), batch=8, tokens=4000)
+    predicted = paced_prediction.over_off(setting)
+    survival = [0.8**j for j in range(1, 5)]
+    coupled = (1 + sum(survival[:3])) / (1 + 3 / 4)
+    ready = survival[0] / (survival[0] + 1 - survival[3])
+    assert predicted["off"] == 1.0
+    assert predicted["coupled"] == pytest.approx(coupled, rel=0.03)
+    assert predicted["decoupled"] == pytest.approx(1 + ready * sum(survival[:3]), rel=0.01)
+    slow = replace(setting, pace=flat(0.080, 0.040))
+    assert paced_prediction.over_off(slow)["coupled"] < 0.8 * predicted["coupled"], "the table is what counts"
+
+
+def test_errors_of_predictions_are_said_by_contestant() -> None:
+    rows = [["s", "off", "1.00", "1.00"], ["s", "coupled", "2.00", "2.10"], ["s", "decoupled", "1.00", "0.80"]]
+    said = paced_prediction.errors([*rows, ["s", "decoupled, first choices alone", "1.00", "1.10"]], 2, 3)
+    assert "3 cells: 10 %" in said
+    assert "coupled 5 % (+5 to +5)" in said
+    assert "first choices 10 %" in said
+    assert "does not know 20 % (-20 to -20)" in said
+
+
+def test_a_page_without_new_runs_keeps_what_was_measured() -> None:
+    known = stored("paced")
+    made = paced.run([], repetitions=9)
+    measured = [[row[made.columns.index(name)] for name in paced.MEASURED] for row in made.rows]
+    assert measured == [[row[name] for name in paced.MEASURED] for row in known]
+    assert measured, "there is a page"
+    page = (paced.RESULTS / "paced.md").read_text()
+    assert made.intro in page, "and how it was measured"
+    assert page.endswith(f"{made.source}\n")
+    assert made.notes.partition("\n")[0] in page, "run python -m benchmarks.paced --page-only"
 
 
 def test_on_a_clock_second_choices_are_worth_what_the_page_says() -> None:
