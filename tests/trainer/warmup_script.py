@@ -27,7 +27,7 @@ def main(root: Path, rank: int, *wanted: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
     warmup.DRAFT_LIMIT_S, warmup.DRAFT_BATCHES = 600.0, 8  # however busy the machine is
     warmup.DRAFT_UPDATES = warmup.HEAD_UPDATES = 60
-    config = load(["quickstart", *wanted, "--output-dir", str(root)])
+    config = load(["quickstart_plain", *wanted, "--output-dir", str(root)])
     assert config.model.tiny is not None
     policy, start = root / "policy", root / "start"
     head = config.rollout.speculation.first_draft_model == "warm-up-head"
@@ -66,7 +66,9 @@ def main(root: Path, rank: int, *wanted: str) -> None:
     policies = [target, target] if head else models
     measured = [acceptance.measure(of, m, examples, window=4, seed=0) for of, m in zip(policies, models, strict=True)]
     nothing = cast(Any, None)
-    others = [load(["quickstart", *words]) for words in ([], [*wanted[:4], "--rollout.speculation.draft-model", "x"])]
+    others = [
+        load(["quickstart_plain", *words]) for words in ([], [*wanted[:4], "--rollout.speculation.draft-model", "x"])
+    ]
     print(
         json.dumps(
             {
