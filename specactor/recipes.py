@@ -63,6 +63,7 @@ REMOVED: dict[str, tuple[tuple[object, ...], str]] = {
     "rollout.frequency_penalty": ((0.0,), "The trainer's log-probabilities have no penalties."),
     "rollout.presence_penalty": ((0.0,), "The trainer's log-probabilities have no penalties."),
     "rollout.repetition_penalty": ((1.0,), "The trainer's log-probabilities have no penalties."),
+    "rollout.stop_token_ids": (((), []), "Give the token's text to --rollout.stop."),
     "algorithm.kl": (("off", "k3"), "--algorithm.kl-coef is the weight of a k3 penalty."),
     "algorithm.group_filter": (("",), "Give the function to --algorithm.dynamic-sampling."),
     "algorithm.overlong_penalty": ((1.0,), "The reward falls by 1."),
@@ -72,6 +73,12 @@ REMOVED: dict[str, tuple[tuple[object, ...], str]] = {
     "eval.sets": (([],), "Name them after the first of --data.eval."),
 }
 """Settings that runs had -> values with which nothing is lost, and what to do for others."""
+FORMER_VALUES = {
+    "distillation.refresh": {"every_step": "0.03", "off": "0"},
+    "algorithm.dynamic_sampling": {"True": "unequal", "False": "off"},
+    "train.routing_replay": {"True": "r3", "False": "off"},
+}
+"""Settings -> values that they had in another form, and how these are written now."""
 
 
 def recipes() -> dict[str, str]:
@@ -131,8 +138,12 @@ def override(config: Config, argv: Sequence[str], *, prog: str = "train_moe.py")
     """`config` with ``--key.path value`` pairs applied; '-' and '_' mean the same in a key."""
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_key_values)
+    for key, former in FORMER_VALUES.items():
+        value = _value_of(f"--{key}", argv)
+        if value in former:
+            raise ConfigError.at(key, value, f"{former[value]}, as it is written now", "See --help for its meaning.")
     with one_line_errors(argv, lambda token: _unknown_key(token, config)):
-        return tyro.cli(
+        found = tyro.cli(
             Config,
             prog=prog,
             args=list(argv),
@@ -140,6 +151,13 @@ def override(config: Config, argv: Sequence[str], *, prog: str = "train_moe.py")
             config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
             registry=registry,
         )
+    critic = next((word for word in argv if word.replace("_", "-").startswith("--algorithm.critic.")), "")
+    if critic and found.algorithm.advantage != "gae":  # what a recipe says of it may stay: ppo without its critic
+        raise ConfigError(
+            f"{critic.partition('=')[0]}: given with algorithm.advantage = {found.algorithm.advantage}, which has no "
+            "critic. Leave it out, or use --algorithm.advantage gae."
+        )
+    return found
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -361,13 +379,18 @@ def _one_line(event: tyro_errors.ParseErrorEvent, argv: Sequence[str], unknown: 
 
 
 def _given(flag: str, argv: Sequence[str]) -> str:
-    """The value after `flag` on the command line, as the user wrote it."""
-    for i, word in enumerate(argv):
+    """The value after `flag` on the command line, as the user wrote it, for a message."""
+    value = _value_of(flag, argv)
+    return "no value" if value is None or value.startswith("--") else repr(value)
+
+
+def _value_of(flag: str, argv: Sequence[str]) -> str | None:
+    """Return the word after `flag` on the command line, or behind its equals sign."""
+    for word, following in zip(argv, [*argv, None][1:], strict=True):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == flag.replace("_", "-"):
-            rest = [value] if equals else list(argv[i + 1 : i + 2])
-            return repr(rest[0]) if rest and not rest[0].startswith("--") else "no value"
-    return "no value"
+            return value if equals else following
+    return None
 
 
 def _unknown_key(token: str, config: Config) -> str:

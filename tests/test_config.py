@@ -11,7 +11,7 @@ from benchmarks.measure import measure_settings
 from specactor.errors import ConfigError
 from specactor.recipes import load
 
-SETTINGS = 96
+SETTINGS = 95
 """Settings of a run, as `make measure` counts them."""
 WRONG: list[tuple[str, str]] = [
     *(
@@ -87,8 +87,8 @@ WRONG: list[tuple[str, str]] = [
         "algorithm.overlong_buffer: got 64, expected < rollout.max_new_tokens = 64. Shorten the buffer.",
     ),
     (
-        "--rollout.stop-token-ids 5 -1",
-        "rollout.stop_token_ids: got (5, -1), expected >= 0 each. Use ids of the model's tokenizer.",
+        "--rollout.stop-token-ids 5",
+        "--rollout.stop-token-ids is no setting any more. Give the token's text to --rollout.stop.",
     ),
     ("--rollout.json-schema {}", "unknown setting --rollout.json-schema. See --help."),
     (
@@ -338,6 +338,27 @@ WRONG: list[tuple[str, str]] = [
         "or 0 for none.",
     ),
     (
+        "--distillation.refresh every_step",
+        "distillation.refresh: got 'every_step', expected 0.03, as it is written now. See --help for its meaning.",
+    ),
+    (
+        "--distillation.refresh=off",
+        "distillation.refresh: got 'off', expected 0, as it is written now. See --help for its meaning.",
+    ),
+    (
+        "--algorithm.dynamic_sampling True",
+        "algorithm.dynamic_sampling: got 'True', expected unequal, as it is written now. See --help for its meaning.",
+    ),
+    (
+        "--train.routing-replay True",
+        "train.routing_replay: got 'True', expected r3, as it is written now. See --help for its meaning.",
+    ),
+    (
+        "--algorithm.critic.gae-lambda 0.9",
+        "--algorithm.critic.gae-lambda: given with algorithm.advantage = grpo, which has no critic. Leave it out, or "
+        "use --algorithm.advantage gae.",
+    ),
+    (
         "--rollout.environment-timeout-s 0",
         "rollout.environment_timeout_s: got 0.0, expected > 0. Give environments time to answer.",
     ),
@@ -387,6 +408,15 @@ def test_a_wrong_setting_is_one_line(words: str, message: str) -> None:
         load(["quickstart", *words.split()])
     assert str(caught.value) == message
     assert "\n" not in message
+
+
+def test_a_recipe_may_say_of_its_critic_what_nobody_reads() -> None:
+    """A setting of the command line that nothing reads is an error; those of a recipe come with it."""
+    without = load(["ppo", "--algorithm.advantage", "grpo"])
+    assert without.algorithm.critic == load(["ppo"]).algorithm.critic
+    assert load(["ppo", "--algorithm.critic.gamma=0.9"]).algorithm.critic.gamma == 0.9
+    with pytest.raises(ConfigError, match=r"^--algorithm.critic.gamma: given with algorithm.advantage = rloo"):
+        load(["ppo", "--algorithm.critic.gamma=0.9", "--algorithm.advantage", "rloo"])
 
 
 def float_names(tree: object, name: str = "") -> list[str]:

@@ -30,6 +30,29 @@ def test_its_reward_and_its_drafter_run() -> None:
     assert mine["Repeat"]().propose([sequence], [3]) == [[6, 6, 6]]
 
 
+def test_pages_stay_short() -> None:
+    """So that somebody reads them: what a page gains another loses."""
+    assert len(README.split()) <= 1_000
+    assert sum(len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")) <= 9_000
+
+
+def anchors(page: Path) -> set[str]:
+    """Places in a page that a link can name, as GitHub writes headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_its_links_lead_to_headings() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = [
+        (page, page.parent / file if file else page, anchor)
+        for page in pages
+        for file, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", page.read_text())
+    ]
+    assert len(named) > 10
+    assert [(page.name, anchor) for page, target, anchor in named if anchor not in anchors(target)] == []
+
+
 def test_its_links_lead_to_files() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     broken = [

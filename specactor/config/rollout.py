@@ -115,9 +115,8 @@ class RolloutConfig:
     top_k: int = -1
     """Sample from this many most likely tokens; -1: from all."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response; the token that completes one is its last."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, besides the model's own."""
+    """Texts that end a response, besides the model's own end, also of special tokens (<|im_end|>); the token that
+    completes one is its last."""
     max_new_tokens: int = 128
     """Longest response in tokens; of a conversation with an environment, all turns and what is said in between."""
     environment_timeout_s: float = 60.0
@@ -129,8 +128,9 @@ class RolloutConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     audit: Literal["off", "warn", "stop"] = "off"
-    """Whether a few responses of a step are begun again by another engine without drafts, for a hundredth of the time,
-    and what a difference does: a warning with the command that runs the step again, or the end of the run."""
+    """Whether the trainer looks for tokens that their noise does not pick, and another engine generates parts of a few
+    responses again without drafts, for half a percent of the time; and what a difference does: a warning with the
+    command that runs the step again, or the end of the run."""
     oversample: float = 1.0
     """Work at this many times prompts_per_step groups, and stop when prompts_per_step of them are complete; 1: off.
     With algorithm.dynamic_sampling: when that many of them, in the order of the data, teach something.
@@ -165,9 +165,6 @@ class RolloutConfig:
             "Set rollout.oversample to more than 1: else a step waits for all of its responses, and nothing is left.",
         )
         rule("stop", all(self.stop), "texts that are not empty", "Leave the empty one out.")
-        rule(
-            "stop_token_ids", min(self.stop_token_ids, default=0) >= 0, ">= 0 each", "Use ids of the model's tokenizer."
-        )
         rule("noise_visits", self.noise_visits >= 1, ">= 1", "Use 1 for fresh noise at every visit.")
         rule("max_new_tokens", self.max_new_tokens >= 1, ">= 1", "Ask for at least one token.")
         rule(

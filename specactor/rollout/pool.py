@@ -1,4 +1,4 @@
-"""The engines that one trainer rank owns: started together, driven together, replaced when they die.
+"""The engines that one trainer rank owns: started together, driven together (`driver`), replaced when they die.
 
 Invariants: after `generate`, finished and unfinished requests together are exactly the ones asked for, each once; an
 engine that died costs time and never a request; after `stop` nothing of any engine is left, also when starting failed.

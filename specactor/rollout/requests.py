@@ -64,7 +64,6 @@ def held_out_requests(
             temperature=0.0,
             max_new_tokens=config.max_new_tokens,
             stop=config.stop,
-            stop_token_ids=config.stop_token_ids,
         )
     return [
         RolloutRequest(
@@ -86,7 +85,6 @@ def sampling_of(config: RolloutConfig) -> SamplingParams:
         top_p=config.top_p,
         top_k=config.top_k,
         stop=config.stop,
-        stop_token_ids=config.stop_token_ids,
         max_new_tokens=config.max_new_tokens,
     )
 

@@ -1,4 +1,5 @@
-"""What the sender asks of every engine rank. Each message is the payload of one rank call."""
+"""What the sender asks of every engine rank. Each message is the payload of one rank call, which a method of `Receiver`
+answers (`specactor.rollout.sglang.plugin` says which)."""
 
 from __future__ import annotations
 

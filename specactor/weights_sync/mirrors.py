@@ -75,9 +75,10 @@ class Mirrors:
         """Have room for all crossings; return why a rank has none, by rank, or "". Collective."""
         self.addresses, problem = {}, ""
         try:
-            ends = {c.memory: c.end for c in sorted(crossings) if c.taker == self._collective.rank}  # the last of each
-            for memory, end in ends.items():
-                self._room(memory, end)
+            for memory, end in self.lacking(crossings).items():
+                if memory in self._buffers:
+                    self._buffers.pop(memory).close()
+                self._buffers[memory] = SharedBuffer(end)
         except (OSError, WeightSyncError) as error:  # the other ranks wait for this one
             problem = f"no memory for what comes from other hosts: {error}"
         mine = {memory: buffer.address() for memory, buffer in self._buffers.items()}
@@ -86,11 +87,14 @@ class Mirrors:
             self.addresses |= everyone[rank][0]
         return [problem for _, problem in everyone]
 
-    def _room(self, memory: int, num_bytes: int) -> None:
-        if memory not in self._buffers or self._buffers[memory].data.numel() < num_bytes:
-            if memory in self._buffers:
-                self._buffers.pop(memory).close()
-            self._buffers[memory] = SharedBuffer(num_bytes)
+    def lacking(self, crossings: Sequence[Crossing]) -> dict[int, int]:
+        """Return the bytes of each memory that this rank must mirror and has no room for yet."""
+        ends = {c.memory: c.end for c in sorted(crossings) if c.taker == self._collective.rank}  # the last of each
+        return {
+            memory: end
+            for memory, end in ends.items()
+            if memory not in self._buffers or self._buffers[memory].data.numel() < end
+        }
 
     def data(self, memory: int) -> torch.Tensor:
         """Return this rank's mirror of a memory; [N] bytes."""

@@ -5,7 +5,8 @@ which of its bytes each Hugging Face tensor is made (`Held`), the engine rank wh
 each tensor to where (`Copy`), and `chunks` joins the two.
 
 Invariants: a host takes every byte of every tensor from one rank, and every byte of every parameter is written once, or
-only ever filled; a plan for which that is not so is refused. The bytes of a chunk belong to one memory.
+only ever filled; a plan for which that is not so is refused. The bytes of a chunk belong to one memory and one tensor;
+engines of equal layouts cut their parameters into equal chunks, wherever they take them from.
 """
 
 from __future__ import annotations
@@ -62,6 +63,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     @property
     def spans(self) -> tuple[Span, ...]:
         return tuple(block.span for block in self.blocks)
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Return where its bytes go."""
+        return (*self.parameters, *((b.to, b.step, b.span.length, b.span.count) for b in self.blocks))
 
 
 class Copy(NamedTuple):
@@ -160,7 +166,10 @@ def chunks(
         tensors: whole.
     """
     sources = {tensor.name: _expanded(tensor.blocks) for tensor in tensors}
-    sources = {name: runs.pick(np.argsort(runs.to)) for name, runs in sources.items()}
+    # A chunk is of one tensor: which tensors one rank has beside each other differs between hosts.
+    every = 1 + max((int(runs.memory.max(initial=0)) for runs in sources.values()), default=0)
+    for number, (name, runs) in enumerate(sources.items()):
+        sources[name] = runs._replace(memory=runs.memory + number * every).pick(np.argsort(runs.to))
     pieces: list[tuple[str, Block]] = []
     for parameter, num_bytes in sizes.items():
         done = list(copies.get(parameter, ()))
@@ -169,7 +178,7 @@ def chunks(
         fills = [_runs_of(copy) for copy in done if not copy.tensor]
         _check_once(parameter, runs, num_bytes, fills)
         pieces += [(parameter, piece) for block in _blocks(runs) for piece in _cut(block)]
-    return tuple(_grouped(pieces))
+    return tuple(_chunk(group, every) for group in _grouped(pieces))
 
 
 _NOTHING = _Runs(*(np.zeros(0, np.int64) for _ in range(4)))
@@ -269,16 +278,19 @@ def _cut(block: Block) -> Iterator[Block]:
             yield Block(Span(span.memory, at, span.step, length, count), to, block.step)
 
 
-def _grouped(pieces: Iterable[tuple[str, Block]]) -> Iterator[Chunk]:
-    """Chunks of about `PIECE_BYTES`, each of one memory."""
+def _grouped(pieces: Iterable[tuple[str, Block]]) -> Iterator[list[tuple[str, Block]]]:
+    """Groups of about `PIECE_BYTES`, each of one memory."""
     waiting: dict[int, list[tuple[str, Block]]] = {}
     for parameter, block in pieces:
         group = waiting.setdefault(block.span.memory, [])
         group.append((parameter, block))
         if sum(b.span.length * b.span.count for _, b in group) >= PIECE_BYTES:
-            yield _chunk(waiting.pop(block.span.memory))
-    yield from map(_chunk, waiting.values())
+            yield waiting.pop(block.span.memory)
+    yield from waiting.values()
 
 
-def _chunk(group: list[tuple[str, Block]]) -> Chunk:
-    return Chunk(tuple(parameter for parameter, _ in group), tuple(block for _, block in group))
+def _chunk(group: list[tuple[str, Block]], every: int) -> Chunk:
+    """Args: every: of so many numbers, one after the other, each is that of a memory."""
+    number = group[0][1].span.memory
+    blocks = (Block(_moved(block.span, number % every - number), block.to, block.step) for _, block in group)
+    return Chunk(tuple(parameter for parameter, _ in group), tuple(blocks))

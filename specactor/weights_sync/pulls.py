@@ -1,7 +1,8 @@
 """How the engines of all hosts pull: which memory each host's read, what crosses between hosts, who digests what.
 
 Invariants: a host takes what its own ranks hold from them, and nothing crosses that none of its engines reads; what
-crosses does so once per host; whatever way bytes took, their digest is that of their owner.
+crosses does so once per host; whatever way bytes took, their digest is that of their owner; owners whose bytes go to
+one place in engines of different hosts have equal digests.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ class JobPlan:
         self._mirrors = Mirrors(collective, hosts)
         seen = tuple(a if hosts[owner] == here else None for a, owner in zip(addresses, self._owner, strict=True))
         self.holding = Holding(addresses=seen, tensors=tensors)  # for the engines of this host
-        self.key = _key(self.holding)
+        self.key = _digest(self.holding)  # engines that took it know their plan by that
         self.num_bytes = sum(tensor.num_bytes for tensor in tensors)
         self.link_bytes = 0
         self.chunks: dict[int, list[tuple[Chunk, ...]]] = {}  # by engine of this rank, per rank of it
         self._order: list[list[Spans]] = [[] for _ in holdings]  # what each rank digests
+        self._alike: dict[Spans, Spans] = {}  # which is to have the same digest, of an owner on another host
         self._crossings: list[Crossing] = []
         first = self._owner.index(collective.rank)
         own = holdings[collective.rank].addresses
@@ -54,18 +56,27 @@ class JobPlan:
         """Take what the engines of this rank planned: see the attribute. Return why this rank cannot take part;
         otherwise, if anything crosses, `holding` is then that of the mirrors. Collective."""
         self.chunks = chunks
-        mine = dict.fromkeys(chunk.spans for ranks in chunks.values() for part in ranks for chunk in part)
-        told = self._collective.gather(tuple(mine), tuple[Spans, ...])
-        for spans in dict.fromkeys(spans for part in told for spans in part):
+        mine = {
+            (chunk.spans, _digest((number, len(ranks), chunk.place))): None
+            for ranks in chunks.values()
+            for number, part in enumerate(ranks)
+            for chunk in part
+        }
+        told = self._collective.gather(tuple(mine), tuple[tuple[Spans, int], ...])
+        first: dict[int, Spans] = {}  # by place in an engine
+        for spans, place in dict.fromkeys(pair for part in told for pair in part):
+            if first.setdefault(place, spans) != spans:
+                self._alike[spans] = first[place]
+        for spans in dict.fromkeys(spans for part in told for spans, _ in part):
             self._order[self._owner[spans[0].memory]].append(spans)
-        self._crossings = crossings(told, self._owner, self._hosts)
+        self._crossings = crossings([[spans for spans, _ in part] for part in told], self._owner, self._hosts)
         self.link_bytes = sum(crossing.end - crossing.start for crossing in self._crossings)
         if not self._crossings:
             return ""
         problems = self._mirrors.make(self._crossings)
         far = tuple(self._mirrors.addresses.get(memory) for memory in range(len(self._owner)))
         self.holding = Holding(addresses=far, tensors=(), planned=self.key)
-        self.key = _key(self.holding)
+        self.key = _digest(self.holding)
         return problems[self._collective.rank]
 
     def bring(self) -> None:
@@ -95,8 +106,25 @@ class JobPlan:
         }
         for engine, ranks in replies.items():
             for rank, (reply, chunks) in enumerate(zip(ranks, self.chunks[engine], strict=True)):
-                if problem := _difference(chunks, reply.digests, wanted):
+                if problem := self._difference(chunks, reply.digests, wanted):
                     return f"engine {engine}, rank {rank}: {problem}"
+        return ""
+
+    def _difference(self, chunks: Sequence[Chunk], digests: Sequence[int], wanted: Mapping[Spans, int]) -> str:
+        if len(digests) != len(chunks):
+            return f"{len(digests)} of {len(chunks)} digests came back"
+        for chunk, digest in zip(chunks, digests, strict=True):
+            spans, alike = chunk.spans, self._alike.get(chunk.spans, chunk.spans)
+            if wanted[spans] == wanted[alike] == digest:
+                continue
+            names = ", ".join(dict.fromkeys(chunk.parameters))
+            if wanted[spans] == wanted[alike]:
+                return f"{names} arrived with a wrong digest"
+            ranks = sorted(self._owner[each[0].memory] for each in (alike, spans))
+            return (
+                f"{names} is not the same on trainer ranks {ranks[0]} and {ranks[1]}, which hold a copy each; resume "
+                "from the last checkpoint, which is of before this step"
+            )
         return ""
 
     def close(self) -> None:
@@ -104,20 +132,10 @@ class JobPlan:
         self._mirrors.close()
 
 
-def _key(holding: Holding) -> int:
-    """Return what engines that took it know their plan by."""
-    return digest_of(memoryview(msgspec.msgpack.encode(holding)))
+def _digest(value: object) -> int:
+    return digest_of(memoryview(msgspec.msgpack.encode(value)))
 
 
 def _known(address: Address | None) -> Address:
     assert address is not None, "a rank names all of its own"
     return address
-
-
-def _difference(chunks: Sequence[Chunk], digests: Sequence[int], wanted: Mapping[Spans, int]) -> str:
-    if len(digests) != len(chunks):
-        return f"{len(digests)} of {len(chunks)} digests came back"
-    for chunk, digest in zip(chunks, digests, strict=True):
-        if wanted[chunk.spans] != digest:
-            return f"{', '.join(dict.fromkeys(chunk.parameters))} arrived with a wrong digest"
-    return ""

@@ -13,10 +13,11 @@ from specactor.config import WeightsSyncConfig
 from specactor.errors import EngineError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.weights_sync.buckets import Slot, aligned
-from specactor.weights_sync.device_pull import SharedCopy
+from specactor.weights_sync.device_pull import SharedCopy, room_bytes
 from specactor.weights_sync.digest import copy_with_digest, digest_on
 from specactor.weights_sync.memory import SharedBuffer
 from specactor.weights_sync.messages import (
+    CHECK,
     COMMIT,
     LOAD,
     PLAN,
@@ -39,7 +40,7 @@ TIMEOUT_S = 300.0  # longest wait for an engine to take one bucket, which takes 
 
 
 class WeightSource(Protocol):
-    """It says where the tensors come from, on every rank."""
+    """It says where the tensors come from, on every rank: of a policy, `specactor.trainer.shards.RankShards` does."""
 
     @property
     def hosts(self) -> Sequence[int]:
@@ -103,7 +104,7 @@ class Push:
         collective: Collective,
         hosts: Sequence[int],
         buffers: list[SharedBuffer],
-        mirrors: Sequence[Mirrors],
+        mirrors: list[Mirrors],
         engines: Sequence[TargetEngine],
         version: int,
     ) -> None:
@@ -123,6 +124,7 @@ class Push:
         self._replies: dict[int, list[bytes]] = {}  # by engine: of its ranks, to the last call
         self._sent: list[tuple[Bucket, ...]] = []
         self._packed: dict[int, list[tuple[torch.Tensor, Bucket]]] = {}  # by side: own, and mirrored by this rank
+        self._kept: set[int] = set()  # rounds that crossed to be checked, and are still there to be loaded
         self._touched = False  # whether engines may hold other weights than before
         self._device = torch.device("cpu")  # of the tensors that were packed
 
@@ -306,15 +308,16 @@ class Push:
             self._packed[side] = [(self._buffers[side].data, bucket)] if bucket is not None else []
         takers = {self._hosts[rank] for rank, state in enumerate(states) if state.takes}
         several = packed and len(set(self._hosts)) > 1
-        taken = self._mirrored(packed, sorted(takers), side) if several else list(packed.values())
+        taken = self._mirrored(call, packed, sorted(takers), side) if several else list(packed.values())
         self._sent.append(tuple(taken))
         if taken:
             self._submit(call, Round(buckets=tuple(taken)))
         return all(state.last for state in states)
 
-    def _mirrored(self, packed: dict[int, Bucket], takers: Sequence[int], side: int) -> list[Bucket]:
-        """Have buckets cross to the hosts that take them; return them as engines of this one see them. Collective."""
-        here, rank, mirrors = self._hosts[self._collective.rank], self._collective.rank, self._mirrors[side]
+    def _mirrored(self, call: str, packed: dict[int, Bucket], takers: Sequence[int], side: int) -> list[Bucket]:
+        """Have buckets cross to the hosts that take them, unless what crossed to be checked was kept; return them as
+        engines of this one see them. Collective."""
+        here, rank, number = self._hosts[self._collective.rank], self._collective.rank, len(self._sent)
         ends = {owner: max(slot.offset + slot.num_bytes for slot in bucket.slots) for owner, bucket in packed.items()}
         crossings = [
             Crossing(owner, owner, taker(self._hosts, owner, host), 0, end)
@@ -322,18 +325,30 @@ class Push:
             for host in takers
             if host != self._hosts[owner]
         ]
-        problems = mirrors.make(crossings)
-        if any(problems):
-            self.problem = self.problem or problems[rank]
-            return []
+        crosses = number not in self._kept
+        if call == CHECK and self._has_room(number, crossings):
+            self._kept.add(number)
+        mirrors = self._mirrors[number + 2 if number in self._kept else side]
+        if crosses:
+            problems = mirrors.make(crossings)
+            if any(problems):
+                self.problem = self.problem or problems[rank]
+                return []
+            mirrors.fill(crossings, lambda _: self._buffers[side].data)
+            self.link_bytes += sum(c.end for c in crossings)
         self._packed[side] += [(mirrors.data(c.memory), packed[c.memory]) for c in crossings if c.taker == rank]
-        mirrors.fill(crossings, lambda _: self._buffers[side].data)
-        self.link_bytes += sum(c.end for c in crossings)
         return [
             bucket if self._hosts[owner] == here else msgspec.structs.replace(bucket, address=mirrors.addresses[owner])
             for owner, bucket in packed.items()
             if here in takers
         ]
+
+    def _has_room(self, number: int, crossings: Sequence[Crossing]) -> bool:
+        """Return whether every host can keep a round until it is loaded; otherwise it crosses twice. Collective."""
+        while len(self._mirrors) <= number + 2:
+            self._mirrors.append(Mirrors(self._collective, self._hosts))
+        room = room_bytes(self._hosts.count(self._hosts[self._collective.rank]))
+        return not self._collective.any(sum(self._mirrors[number + 2].lacking(crossings).values()) > room)
 
     def _submit(self, call: str, message: Round | Holding | Pull | Commit) -> None:
         payload = msgspec.msgpack.encode(message)

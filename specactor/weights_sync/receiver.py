@@ -198,6 +198,7 @@ class Receiver:
     def plan(self, rank: EngineRank, payload: bytes) -> bytes:
         """Answer all ranks' `Holding`, after a whole version was loaded: how to copy the next one."""
         message = msgspec.msgpack.decode(payload, type=Holding)
+        self.close()  # what was loaded out of buckets is loaded
         opened = read_only if next(rank.model.parameters()).device.type == "cpu" else open_address
         try:
             if not message.planned:
@@ -212,7 +213,6 @@ class Receiver:
             self._forget_plan()
             return msgspec.msgpack.encode(PlanReply(refusal=str(error)))
         self._plan = replace(self._plan, key=digest_of(memoryview(payload)))
-        self.close()  # the trainer needs its buckets no more
         return msgspec.msgpack.encode(PlanReply(chunks=() if message.planned else self._plan.chunks))
 
     def _planned(self, model: torch.nn.Module, everything: Holding) -> _Plan:

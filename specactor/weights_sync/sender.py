@@ -7,11 +7,11 @@ two buckets of shared memory; then all ranks exchange what they packed, buckets 
 owner asks the engine's ranks to take them, while the next round is packed into the others. All pushes go that way where
 there is no plan.
 
-Invariants: a rank has at most two buckets, and mirrors of some of other hosts; in a push by buckets nothing is loaded
-anywhere before all tensors were checked on all engine ranks, so a corrupt stream leaves the engines at their old
-version; in one by the plan every digest of what an engine's parameters hold is compared before it goes on; all trainer
-ranks return, or all raise WeightSyncError; an engine that fails between the first write and the commit is killed, since
-it holds a mixture.
+Invariants: a rank has at most two buckets, and mirrors of some of other hosts; where there is memory for it, of all
+that crosses in a push by buckets, which then does so once. In such a push nothing is loaded anywhere before all tensors
+were checked on all engine ranks, so a corrupt stream leaves the engines at their old version; in one by the plan every
+digest of what an engine's parameters hold is compared before it goes on. All trainer ranks return, or all raise
+WeightSyncError; an engine that fails between the first write and the commit is killed, since it holds a mixture.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class WeightSender:
         self._config = config
         self._collective = collective
         self._buffers: list[SharedBuffer] = []
-        self._mirrors: list[Mirrors] = []  # of other hosts' buckets, per side
+        self._mirrors: list[Mirrors] = []  # of other hosts' buckets, per side, and per round that is kept
         self._plan: JobPlan | None = None
         self._planned: Holding | None = None  # of which the plan is
         self._refused: Holding | None = None  # of which there is no plan
@@ -105,6 +105,8 @@ class WeightSender:
         if self._collective.any(bool(push.problem) or holding is None or holding is self._refused):
             return ""
         assert holding is not None
+        for mirrors in self._mirrors:  # the plan's take as much
+            mirrors.close()
         note, self._plan = push.plan(holding, on_device)
         self._planned, self._refused = holding, holding if note else None
         return note

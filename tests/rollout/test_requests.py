@@ -65,12 +65,11 @@ def test_sampling_options_are_those_of_the_settings() -> None:
         "top_p": 0.9,
         "top_k": 5,
         "stop": ("x",),
-        "stop_token_ids": (7,),
     }
     [request, *_] = group_requests(PROBLEMS, config=replace(CONFIG, **options), run_seed=1, step=2)  # type: ignore[arg-type]
     assert {name: getattr(request.sampling, name) for name in options} == options
     [request, *_] = held_out_requests(PROBLEMS, config=replace(CONFIG, **options), run_seed=1, samples=1)  # type: ignore[arg-type]
-    assert (request.sampling.stop, request.sampling.stop_token_ids) == (("x",), (7,))
+    assert request.sampling.stop == ("x",)
 
 
 def test_evaluation_is_greedy_with_one_response_per_problem() -> None:

@@ -81,20 +81,23 @@ class Bench:
         self.collective = Collective()
         self.version = 0
         self.trainer: PolicyTrainer
-        specs = [
-            EngineSpec(
-                index=index,
-                model_dir=str(model_dir),
-                dtype="float32",
-                tensor_parallel=index + 1,
-                devices=tuple(range(index + 1)),
-                config=EngineConfig(max_running_requests=8, max_total_tokens=1024, max_restarts=999),
-                context_length=64,
-                log_file=str(folder / f"engine-{index}.log"),
-            )
-            for index in (0, 1)
-        ]
-        self.pool = EnginePool(specs if self.collective.rank == 0 else [])
+        self.pool = EnginePool(self.specs())
+
+    def specs(self) -> list[EngineSpec]:
+        """Of the engines of this rank: the first has all."""
+        return [self.spec(index, index + 1) for index in (0, 1)] if self.collective.rank == 0 else []
+
+    def spec(self, index: int, tensor_parallel: int) -> EngineSpec:
+        return EngineSpec(
+            index=index,
+            model_dir=str(self.model_dir),
+            dtype="float32",
+            tensor_parallel=tensor_parallel,
+            devices=tuple(range(tensor_parallel)),
+            config=EngineConfig(max_running_requests=8, max_total_tokens=1024, max_restarts=999),
+            context_length=64,
+            log_file=str(self.folder / f"engine-{index}.log"),
+        )
 
     def start(self, name: str, parallel: dict[str, Any]) -> None:
         config = cases.config(str(self.model_dir), parallel)

@@ -78,10 +78,12 @@ class Source:
         self.buffer = SharedBuffer(len(self.names) * SIZE)
         self.weights = self.buffer.data.view(torch.float32).view(len(self.names), ROWS, COLUMNS)
         self._round = [i for i, name in enumerate(self.names) if name != "norm" or rank == 0]
+        self.before = 0  # rounds, in which it hands over nothing
         tensors = [Held(name, SIZE, (Block(Span(0, i * SIZE, 0, SIZE, 1), 0, 0),)) for i, name in enumerate(self.names)]
         self._holding = Holding(addresses=(self.buffer.address(),), tensors=tuple(tensors))
 
     def rounds(self, capacity_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        yield from ([] for _ in range(self.before))
         yield [(self.names[i], self.weights[i]) for i in self._round]
 
     def held(self, capacity_bytes: int) -> Holding:
@@ -198,6 +200,45 @@ def test_what_a_host_lacks_crosses_once(job: Job) -> None:
     assert job.mirrored() == [{2: SIZE}, {3: SIZE}, {0: SIZE}, {1: SIZE}]  # the norm lies behind an expert
 
 
+def test_a_copy_on_another_host_that_differs_is_found(job: Job) -> None:
+    """One bit of it, before engines of that host go on with it; in a push by the plan, and by buckets."""
+    for by_plan in (True, False):
+        job.senders = job.senders if by_plan else job.new_senders()
+        job.learn()
+        own = job.sources[2].buffer.data[SIZE:]  # the norm, which rank 0 has, too
+        own[job.rng.randrange(SIZE)] ^= 1 << job.rng.randrange(8)
+        found = job.push()
+        assert all(isinstance(each, WeightSyncError) for each in found), found
+        [text] = {str(each) for each in found}
+        assert "norm is not the same on trainer ranks 0 and 2" in text
+        assert "resume from the last checkpoint" in text
+        assert all(engine.killed for engine in job.engines.values())
+        job.start()
+
+
+@pytest.mark.parametrize("lacking", [None, 1])
+def test_a_first_push_crosses_once_where_there_is_memory(job: Job, lacking: int | None) -> None:
+    """In rounds that are more than the buckets hold; one rank may have no memory to keep them in."""
+    for rank, source in enumerate(job.sources):
+        source.before = rank
+    real = push.room_bytes
+
+    def room_bytes(local_ranks: int) -> int:
+        return 0 if threading.current_thread().name == f"rank {lacking}" else real(local_ranks)
+
+    job.senders, job.passed = job.new_senders(), [0] * len(HOSTS)
+    job.learn()
+    with mock.patch.object(push, "room_bytes", room_bytes):
+        reports = job.reports()
+    assert job.right()
+    assert [report.num_rounds for report in reports] == [4] * 4
+    crossed = [2 * SIZE, SIZE, SIZE, SIZE]  # what each rank hands over; aligned, the norm is a little behind
+    again = [SIZE if lacking == (rank + 2) % 4 else 0 for rank in range(4)]
+    assert [passed // SIZE * SIZE for passed in job.passed] == [a + b for a, b in zip(crossed, again, strict=True)]
+    assert {report.link_bytes for report in reports} == {sum(job.passed)}
+    assert not any(mirrors._buffers for sender in job.senders for mirrors in sender._mirrors), "the plan needs none"
+
+
 @pytest.mark.parametrize("deep", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_an_engine_has_the_old_weights_or_the_new_or_is_ended(job: Job, deep: bool) -> None:
     faults = ("flipped", "short", "stale", "of_another_owner", "late")
@@ -249,7 +290,7 @@ def test_a_mirrored_bucket_that_changes_while_it_is_loaded_ends_the_engines(job:
     load = job.engines[3].receiver.load
 
     def damaged(rank: Any, payload: bytes) -> bytes:
-        [mirror] = job.senders[2]._mirrors[0]._buffers.values()
+        [mirror] = job.senders[2]._mirrors[2]._buffers.values()  # of the first round
         mirror.data[9] ^= 4 if msgspec.msgpack.decode(payload, type=Round).buckets else 0  # once
         return load(rank, payload)
 

@@ -133,6 +133,9 @@ def test_what_no_rank_of_a_host_has_crosses_to_it_once(pair: Pair, num_hosts: in
     loaders = [(rank, loaded(pair, number)) for rank in range(len(hosts)) for number in range(pair.engine)]
     with mock.patch.object(plan, "PIECE_BYTES", piece):
         chunks = [plan.chunks(of.copies, of.sizes(), by_host[hosts[rank]]) for rank, of in loaders]
+    places: dict[int, Any] = {}
+    for (_, loader), made in zip(loaders, chunks, strict=True):
+        assert places.setdefault(loader.rank, {chunk.place for chunk in made}) == {chunk.place for chunk in made}
     reads: list[list[tuple[Span, ...]]] = [[] for _ in hosts]
     for (rank, _), made in zip(loaders, chunks, strict=True):
         reads[rank] += [chunk.spans for chunk in made]

@@ -34,6 +34,8 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
 }
 PUSHES = ("one_host", "by_plan", "several_hosts", "several_hosts_by_plan")
 FIRST = len(FIRST_KILLS)
+PARTS = 6
+"""Of the further kills, each in a start of its own."""
 REPLICATED = "CP2"
 """Its ranks have the same weights, as those of DP2: deep."""
 CASES = [
@@ -197,15 +199,17 @@ def test_a_killed_engine_is_replaced_and_leaves_nothing(results: dict[int, dict[
 
 
 @pytest.mark.deep
-def test_engines_that_are_killed_in_every_other_case(warm_starter: WarmStarter, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_engines_that_are_killed_in_every_other_case(warm_starter: WarmStarter, tmp_path: Path, part: int) -> None:
     """In every stage of a push by buckets and by plan: before, in and after its call, and each process of an engine."""
     shape = TinyModelConfig(num_layers=2, hidden_size=128, num_experts=4, expert_size=64)
     make_tiny_model(shape, 0, tmp_path / "model")
     layout = json.dumps({"EP2": LAYOUTS[2]["EP2"]})
-    arguments = (tmp_path / "model", layout, 0, tmp_path, FIRST, len(CASES_OF_KILLS))
+    start, end = (FIRST + (len(CASES_OF_KILLS) - FIRST) * i // PARTS for i in (part, part + 1))
+    arguments = (tmp_path / "model", layout, 0, tmp_path, start, end)
     run_ranks(2, "tests.weights_sync.sync_script", *arguments, folder=tmp_path)
     kills = json.loads((tmp_path / "results.json").read_text())["kills"]
-    assert len(kills) == len(CASES_OF_KILLS) - FIRST
+    assert len(kills) == end - start
     assert_survived(kills)
 
 
@@ -226,3 +230,18 @@ def test_a_killed_rank_takes_its_engines_with_it(
     assert len(owned) > 4
     there = [psutil.Process(pid) for pid, _ in owned if psutil.pid_exists(pid)]
     assert remaining([p for p in there if [p.pid, p.create_time()] in owned], set(files)) == []
+
+
+@pytest.mark.deep
+def test_a_copy_on_another_host_that_differs_ends_the_engines(warm_starter: WarmStarter, tmp_path: Path) -> None:
+    """Each host takes the weights from its own rank; one bit differs on one of them."""
+    shape = TinyModelConfig(num_layers=2, hidden_size=128, num_experts=4, expert_size=64)
+    make_tiny_model(shape, 0, tmp_path / "model")
+    run_ranks(2, "tests.weights_sync.diverged_script", tmp_path / "model", tmp_path, folder=tmp_path)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["first"] == [1, 0]
+    assert found["alike"]
+    assert "experts.w13_weight is not the same on trainer ranks 0 and 1" in found["error"]
+    assert found["lost"] == 2
+    assert found["again"] == [1, 0]
+    assert found["same answers"] == [True, True]

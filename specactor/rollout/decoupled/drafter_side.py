@@ -1,4 +1,5 @@
-"""The drafter's end: what it knows of the requests of all engines, and what it has drafted ahead of them.
+"""The drafter's end of decoupled drafting: what it knows of the requests of all engines (a *mirror* of each), and what
+it has drafted ahead of them.
 
 PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md. Invariants: see `Mirrors`.
 """

@@ -1,4 +1,5 @@
-"""The engine's end: which drafter serves which request, and what it has drafted for it.
+"""The engine's end of decoupled drafting: which drafter serves which request, and what it has drafted for it (its
+*tail*: draft tokens from a position of the output on).
 
 PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md. Invariants: see `Tails`.
 """

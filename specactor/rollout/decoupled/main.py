@@ -1,4 +1,5 @@
-"""A drafter process: hear engines, draft for the requests that want a token, send what was drafted, answer the owner.
+"""A drafter process: hear engines (`transport`), draft for the requests that want a token (`drafter_side` says which,
+the continuer drafts: with a draft model, `sglang.draft_backend`), send what was drafted, answer the owner.
 
 Invariants: an idle or sleeping process takes no processor time; it ends on SIGTERM, at the end of its owner's stream,
 and when its parent is dead; no frame of any content ends it; when the continuer raises, so does the process.

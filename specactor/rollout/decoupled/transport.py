@@ -235,7 +235,8 @@ class _Only:
         """Decide for pyzmq on a key in Z85."""
         admitted = secrets.compare_digest(key, self._public)
         if not admitted:
-            self._drops.add("refused", f"a connection with the key {key.decode(errors='replace')}")
+            key_text = key.decode(errors="replace")
+            self._drops.add("refused", f"a connection with the key {key_text}, of another run; end that one")
         return admitted
 
 

@@ -1,4 +1,5 @@
-"""SGLang's engine as the host uses it. All contact with SGLang on the host's side is in this file.
+"""SGLang's engine as an engine's own process uses it (`engine_server`). Its schedulers, which SGLang starts as
+processes of their own, get what we add to SGLang from `plugin`.
 
 Decisions:
 - token ids in, token ids and log-probabilities out: no detokenizer process, and a tokenizer only for stop strings;

@@ -1,6 +1,7 @@
-"""SpecActor's plugin for SGLang (entry point ``sglang.srt.plugins``), loaded in the host and in every scheduler.
+"""SpecActor's plugin for SGLang (entry point ``sglang.srt.plugins``): all that we add to its schedulers begins here.
 
-SGLang only logs a plugin that fails, so the host asserts by a rank call that `register` ran in every scheduler.
+SGLang loads it in an engine's process and in each of its schedulers. It only logs a plugin that fails, so the engine's
+process asserts by a rank call that `register` ran in every scheduler.
 """
 
 from __future__ import annotations

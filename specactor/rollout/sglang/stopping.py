@@ -25,7 +25,7 @@ from specactor.data.tokenizer import load_tokenizer
 from specactor.errors import ConfigError, EngineError
 from specactor.rollout.sglang import partial_response
 
-_NEEDED = "rollout.stop: needs a tokenizer in the model's folder, or use rollout.stop_token_ids."
+_NEEDED = "rollout.stop: needs a tokenizer in the model's folder."
 
 
 def install() -> None:

@@ -14,7 +14,7 @@ import zmq
 
 from specactor.errors import ConfigError
 from specactor.rollout.decoupled.engine_side import SILENT_S
-from specactor.rollout.decoupled.protocol import MAX_FRAME_BYTES, Header, Pulse, encode
+from specactor.rollout.decoupled.protocol import MAX_FRAME_BYTES, Drops, Header, Pulse, encode
 from specactor.rollout.decoupled.transport import Address, EngineKeys, Hub, ZmqLink, local_endpoint, make_keys
 from tests.rollout.decoupled.live import DrafterProcess, Engine
 
@@ -201,6 +201,25 @@ def test_only_those_with_the_keys_are_heard(start: Start, connected: Connect) ->
     for engine in refused:
         engine.round()
         assert (engine.drafter.tails.live, engine.drafter.proposed) == ([], 0)
+
+
+def test_a_wrong_key_is_one_line_with_a_way_out(caplog: pytest.LogCaptureFixture) -> None:
+    engine_keys, drafter_keys = make_keys()
+    strangers, _ = make_keys()
+    drops = Drops("drafter 0")
+    hub = Hub("tcp://127.0.0.1:*", keys=drafter_keys, drops=drops)
+    wrong = EngineKeys(public=strangers.public, secret=strangers.secret, drafter_public=engine_keys.drafter_public)
+    link = ZmqLink(7, [Address(endpoint=hub.endpoint, keys=wrong)])
+    deadline = time.monotonic() + 60
+    while not caplog.records:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    link.close()
+    hub.close()
+    assert caplog.messages[0] == (
+        f"drafter 0: dropped refused, 1 so far; a connection with the key {strangers.public}, of another run; end that "
+        "one"
+    )
 
 
 def test_a_frame_above_the_limit_does_not_arrive_and_ends_no_more_than_its_connection() -> None:

@@ -12,6 +12,7 @@ from specactor.types import RolloutRequest
 from tests.rollout.conftest import VOCAB, request
 
 EOS = 1
+BOS = 2
 MERGES = [("a", "b"), ("c", "d"), ("ab", "c"), ("ab", "cd"), ("d", "a")]
 STOPS = [("ab",), ("abc",), ("dd", "abcd"), ("cab", "bd"), ("daab",)]
 OPTIONS: list[dict[str, object]] = [
@@ -35,6 +36,7 @@ def make_tokenizer(folder: Path) -> Tokenizer:
     tokens = ["<pad>", "<eos>", "<bos>", *"abcd", *(left + right for left, right in MERGES)]
     tokens += ["abcd"[i % 4] + str(i) for i in range(VOCAB - len(tokens))]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=MERGES))
+    tokenizer.add_special_tokens(["<bos>"])
     tokenizer.decoder = decoders.Sequence([decoders.Replace(Regex("[0-9]"), ""), decoders.Fuse()])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

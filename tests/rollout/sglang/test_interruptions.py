@@ -26,7 +26,7 @@ from tests.rollout.conftest import VOCAB, request
 from tests.rollout.sglang.asking import assert_same, differs, in_background, probe, wait_for_tokens
 from tests.rollout.sglang.parts import cut as cut_at
 from tests.rollout.sglang.parts import in_two, with_seam, without_the_seam_token
-from tests.rollout.sglang.sampling_cases import EOS, STOPS, cut, make_tokenizer, with_options
+from tests.rollout.sglang.sampling_cases import BOS, EOS, STOPS, cut, make_tokenizer, with_options
 from tests.rollout.sglang.test_verify_worker import configure, report
 
 PROBES = "tests.rollout.sglang.probes"
@@ -160,6 +160,15 @@ def test_stop_strings(speculating: Engine, engine: Engine, folder: Path) -> None
     probe(speculating, "break_with", "stops_by_the_round")
     assert [t.token_ids for t in run(speculating, OFF, requests)] == expected
     assert [t.token_ids for t in run(speculating, drafter("Right"), requests)] != expected
+
+
+def test_the_text_of_a_special_token_ends_a_response_like_its_id(speculating: Engine, engine: Engine) -> None:
+    wanted: dict[str, Any] = {"new": 50, "logit_bias": ((BOS, 2.5),), "ignore_eos": False}
+    expected = engine.generate([request(i, stop_token_ids=(BOS,), **wanted) for i in range(12)])
+    assert sum(t.token_ids[-1] == BOS for t in expected) > 4
+    requests = [request(i, stop=("<bos>",), **wanted) for i in range(12)]
+    for config in (OFF, drafter("Right")):
+        assert_same(run(speculating, config, requests), expected)
 
 
 # Interruptions

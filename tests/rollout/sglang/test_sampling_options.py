@@ -20,6 +20,6 @@ def test_an_option_matters_and_needs_no_company(engine: Engine, options: dict[st
 
 
 def test_stop_strings_without_a_tokenizer_are_refused_by_name(engine: Engine) -> None:
-    with pytest.raises(EngineError, match=r"rollout\.stop: needs a tokenizer .* rollout\.stop_token_ids"):
+    with pytest.raises(EngineError, match=r"rollout\.stop: needs a tokenizer .* has no file tokenizer"):
         engine.generate([request(0, stop=("a",))])
     assert len(engine.generate([request(0)])[0].token_ids) == 24
