@@ -61,7 +61,7 @@ class Job:
         self.folder.status.unlink(missing_ok=True)
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *(str(ROOT / script), "quickstart", "--name", name, "--output-dir", str(base / "runs")),
+            *(str(ROOT / script), "quickstart_plain", "--name", name, "--output-dir", str(base / "runs")),
             *(*SHORT, *options),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", _MARK: self._mark}

@@ -66,7 +66,7 @@ class Start:
 
     @property
     def recipe(self) -> str:
-        return curriculum.__file__ if self.updates else "quickstart"
+        return curriculum.__file__ if self.updates else "quickstart_plain"
 
 
 def harder(page: str, title: str, updates: int) -> Start:

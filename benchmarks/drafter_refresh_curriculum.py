@@ -29,7 +29,7 @@ def rising(steps: int) -> list[int]:
 
 def write_problems(file: Path, largest: Sequence[int], *, seed: int = 0) -> Path:
     """As many steps as numbers are given, in their order; none of those that are held out."""
-    chance, usual = random.Random(seed), quickstart.recipe()
+    chance, usual = random.Random(seed), quickstart.plain()
     held_out = numbers(usual.data.eval_source(usual.eval.problems))
     with file.open("w") as out:
         for most in largest:
@@ -54,7 +54,7 @@ def make_draft(folder: Path, updates: int) -> None:
 
 def recipe() -> Config:
     """Of every run; data.train is to be set."""
-    usual = quickstart.recipe()
+    usual = quickstart.plain()
     return replace(
         usual,
         model=replace(usual.model, path=str(task_target("A"))),

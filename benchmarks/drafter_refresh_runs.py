@@ -59,7 +59,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def start(root: Path, settings: Sequence[str], recipe: str = "quickstart") -> None:
+def start(root: Path, settings: Sequence[str], recipe: str = "quickstart_plain") -> None:
     """Run a recipe, or continue it, into the folder `root`. Raises CalledProcessError when it fails.
 
     Held-out problems stay as in the recipe: the warm-up learns from all others, and the draft models are cut out of, or

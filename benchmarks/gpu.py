@@ -322,7 +322,14 @@ def job(bench: Bench) -> Found:
 def _launch(root: Path, settings: Sequence[str]) -> None:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
-        *(str(ROOT / "launch" / "train_moe.py"), "quickstart", "--name", root.name, "--output-dir", str(root.parent)),
+        *(
+            str(ROOT / "launch" / "train_moe.py"),
+            "quickstart_plain",
+            "--name",
+            root.name,
+            "--output-dir",
+            str(root.parent),
+        ),
         *("--parallel.expert", "1", "--tracking.wandb", "off", "--eval.problems", "0", "--checkpoint.export", "False"),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

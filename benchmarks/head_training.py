@@ -51,8 +51,8 @@ def recipe() -> Config:
         losses.forward_kl = total_variation
     task = os.environ[TASK]
     if task != HARDER:
-        return quickstart.recipe() if task == BITS else task_recipe("B")
-    usual, [policy] = quickstart.recipe(), (place_of(task) / WARM_UPS).glob("warmup-*")
+        return quickstart.plain() if task == BITS else task_recipe("B")
+    usual, [policy] = quickstart.plain(), (place_of(task) / WARM_UPS).glob("warmup-*")
     return replace(
         usual,
         model=replace(usual.model, path=str(policy)),

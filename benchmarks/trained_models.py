@@ -75,7 +75,7 @@ class DraftShape:
 
 def task_recipe(task: str) -> Config:
     """The quickstart, or the same on sums of 2-6 terms, with a warm-up after which it is able, or still unsure."""
-    recipe = quickstart.recipe()
+    recipe = quickstart.plain()
     if task == "A":
         return recipe
 

@@ -59,7 +59,16 @@ class Run:
 
 def run(base: Path, name: str, link: Link | None, steps: int) -> Run:
     """Run the job on one host with two ranks (no link), or on two with one each."""
-    options = ["quickstart", "--name", name, "--output-dir", str(base / "runs"), *JOB, "--train.steps", str(steps)]
+    options = [
+        "quickstart_plain",
+        "--name",
+        name,
+        "--output-dir",
+        str(base / "runs"),
+        *JOB,
+        "--train.steps",
+        str(steps),
+    ]
     folder, number = RunFolder(root=base / "runs" / name), 2 if link else 1
     delay_s, bits_per_s = (link.delay_ms / 1e3, link.mbit_per_s * 1e6) if link else (0.0, 0.0)
     with VirtualHosts(number, delay_s=delay_s, bits_per_s=bits_per_s) as hosts, (base / f"{name}.log").open("w") as log:

@@ -60,7 +60,7 @@ def solve(problem: Problem, rng: random.Random, stage: int) -> str | list[tuple[
 def recipe() -> Config:
     from examples import quickstart
 
-    base = quickstart.recipe()
+    base = quickstart.plain()
     return replace(
         base,
         name="calculator",

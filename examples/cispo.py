@@ -7,7 +7,7 @@ from specactor.config import AlgorithmConfig, Config
 
 
 def recipe() -> Config:
-    base = quickstart.recipe()
+    base = quickstart.plain()
     return replace(
         base,
         name="cispo",

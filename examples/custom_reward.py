@@ -35,7 +35,7 @@ def write_problems(folder: Path, name: str, numbers: list[int]) -> None:
 def recipe() -> Config:
     from examples import quickstart
 
-    base = quickstart.recipe()
+    base = quickstart.plain()
     return replace(
         base,
         name="custom_reward",

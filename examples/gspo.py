@@ -10,7 +10,7 @@ from specactor.config import AlgorithmConfig, Config
 
 
 def recipe() -> Config:
-    base = quickstart.recipe()
+    base = quickstart.plain()
     return replace(
         base,
         name="gspo",

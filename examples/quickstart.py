@@ -3,8 +3,11 @@
     torchrun --nproc-per-node 2 launch/train_moe.py quickstart
 
 The warm-up leaves a model that knows how to show its work and often guesses instead; reinforcement learning teaches it
-to work. docs/results/quickstart.md has the curves.
+to work. docs/results/quickstart.md has the curves. The warm-up also makes an EAGLE-3 head, which drafts in every step
+and stays as it is: docs/results/quickstart_speed.md has what it is worth. Without: the recipe quickstart_plain.
 """
+
+from dataclasses import replace
 
 from specactor.config import (
     AlgorithmConfig,
@@ -15,12 +18,19 @@ from specactor.config import (
     ModelConfig,
     ParallelConfig,
     RolloutConfig,
+    SpeculationConfig,
     TrainConfig,
     WarmupConfig,
 )
 
 
 def recipe() -> Config:
+    base = plain()
+    head = SpeculationConfig(mode="coupled", drafters=("model",), draft_model=("warm-up-head",), window=4)
+    return replace(base, rollout=replace(base.rollout, speculation=head))
+
+
+def plain() -> Config:
     return Config(
         name="quickstart",
         model=ModelConfig(path="tiny", dtype="float32"),

@@ -78,4 +78,4 @@ def test_settings_are_those_of_the_help_and_known_to_be_changed_or_not() -> None
     assert changed["algorithm.dynamic_sampling"]
     assert not changed["algorithm.kl_coef"]
     settings = measure.measure_settings()["settings"]
-    assert settings == count_leaves(load(["quickstart"]))
+    assert settings == count_leaves(load(["quickstart_plain"]))

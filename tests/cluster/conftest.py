@@ -53,7 +53,7 @@ class ClusterJob:
         """
         self.hosts, self.base = hosts, base
         self.folder = RunFolder(root=base / "runs" / name)
-        self._options = ["quickstart", "--name", name, "--output-dir", str(base / "runs"), *JOB, *options]
+        self._options = ["quickstart_plain", "--name", name, "--output-dir", str(base / "runs"), *JOB, *options]
         self._restarts = restarts
         self._started: dict[int, subprocess.Popen[bytes]] = {}
         for number in range(len(hosts.hosts)):
@@ -121,7 +121,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def one_host(base: Path) -> list[dict[str, Value]]:
     """The metrics of the job on one host with as many ranks."""
-    run = ["quickstart", "--name", "one", "--output-dir", str(base / "runs"), *JOB]
+    run = ["quickstart_plain", "--name", "one", "--output-dir", str(base / "runs"), *JOB]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with (base / "one.log").open("w") as log:
         started = subprocess.Popen(

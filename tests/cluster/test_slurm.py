@@ -29,7 +29,7 @@ def cluster() -> Iterator[SlurmCluster]:
 def submit(cluster: SlurmCluster, base: Path, name: str) -> str:
     """Two of three nodes with one rank each; returns the job's number."""
     here = ["--nodes", "2", "--gpus-per-node", "0", "--cpus-per-task", "1", f"--output={base}/{name}.log"]
-    job = ["quickstart", "--name", name, "--output-dir", str(base / "runs"), *JOB]
+    job = ["quickstart_plain", "--name", name, "--output-dir", str(base / "runs"), *JOB]
     settings = environment(GPUS="1", PATH=f"{environment()['PATH']}:/usr/sbin")
     settings = {k: v for k, v in settings.items() if k != "SLURM_CONF"}
     return cluster.ask("sbatch", "--parsable", *here, "launch/slurm.sh", *job, cwd=ROOT, **settings)

@@ -58,7 +58,7 @@ class Launcher:
 
     def _command(self, script: Path, name: str, options: Sequence[str]) -> list[str]:
         where = ("--name", name, "--output-dir", str(self.base / "runs"))
-        return [str(script), "quickstart", *where, *SHORT, *options]
+        return [str(script), "quickstart_plain", *where, *SHORT, *options]
 
 
 @pytest.fixture(scope="session")

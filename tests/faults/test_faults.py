@@ -57,7 +57,7 @@ def options(base: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(warm_starter: WarmStarter, base: Path, options: list[str]) -> list[dict[str, Value]]:
     """Its ranks and its engine are forked by processes that have imported what they need; the others' are not."""
-    command = ("quickstart", "--name", "undisturbed", "--output-dir", str(base / "runs"), *SHORT, *options)
+    command = ("quickstart_plain", "--name", "undisturbed", "--output-dir", str(base / "runs"), *SHORT, *options)
     code, said = torchrun(2, str(ROOT / "launch" / "train_moe.py"), *command, folder=base, WANDB_MODE="offline")
     assert code == 0, said
     lines = compared(RunFolder(root=base / "runs" / "undisturbed"))

@@ -31,7 +31,7 @@ MOE = ModelShape(num_layers=4, num_heads=4, num_kv_heads=2, num_experts=8, vocab
 DENSE = replace(MOE, num_experts=0)
 
 
-QUICKSTART = load(["quickstart"])
+QUICKSTART = load(["quickstart_plain"])
 
 
 def config(**parallel: Any) -> Config:
@@ -333,7 +333,7 @@ def test_no_room_for_any_prompt_names_the_limit() -> None:
 
 
 def test_routing_replay_needs_experts() -> None:
-    replayed = load(["quickstart", "--parallel.expert", "1", "--train.routing-replay", "r3"])
+    replayed = load(["quickstart_plain", "--parallel.expert", "1", "--train.routing-replay", "r3"])
     assert check(replayed, 1, MOE).world == 1
     with pytest.raises(ConfigError, match=r"train.routing_replay: got 'r3', expected off for a dense model. It has"):
         check(replayed, 1, DENSE)

@@ -40,7 +40,7 @@ def table(*, row_s: float, draft_s: float, token_s: float) -> CostTable:
 
 @pytest.fixture
 def config() -> Config:
-    base = load(["quickstart"])
+    base = load(["quickstart_plain"])
     speculation = replace(
         base.rollout.speculation,
         mode="auto",

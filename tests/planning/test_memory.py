@@ -169,7 +169,7 @@ def test_a_head_is_counted_with_what_it_reads() -> None:
 )
 def test_what_the_warm_up_will_make_is_counted(kind: str, rows: set[str]) -> None:
     words = ["--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model"]
-    found = memory_of(load(["quickstart", *words, "--rollout.speculation.draft-model", kind]), 2, H100).rows
+    found = memory_of(load(["quickstart_plain", *words, "--rollout.speculation.draft-model", kind]), 2, H100).rows
     assert {"draft model", "hidden states"} & set(found) == rows
 
 

@@ -29,7 +29,7 @@ from tests.replay.test_compare import RUN, Made, faulty, samples
 
 def write_run(folder: Path, steps: list[records.StepRecord], config: Config | None = None) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(to_json(config or quickstart.recipe())))
+    (folder / "config.json").write_text(json.dumps(to_json(config or quickstart.plain())))
     for record in steps:
         records.write(folder, record)
     return folder
@@ -125,7 +125,7 @@ def test_what_was_not_recorded_is_one_line(tmp_path: Path, arguments: tuple[obje
 
 
 def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
-    config = replace(quickstart.recipe(), model=ModelConfig(path=str(tmp_path / "gone")))
+    config = replace(quickstart.plain(), model=ModelConfig(path=str(tmp_path / "gone")))
     run = write_run(tmp_path / "run", RUN, config)
     with pytest.raises(ConfigError, match=r"model\.path: got .*gone.*Put it back, or name its copy with --model\.path"):
         called(command.replay, run, "--step", 2)
@@ -221,7 +221,7 @@ def test_what_is_installed_is_not_ones_own(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_a_run_says_how_far_back_it_can_be_repeated(every: int, keep: int, steps: int, told: str) -> None:
-    base = quickstart.recipe()
+    base = quickstart.plain()
     checkpoints = CheckpointConfig(every=every, keep=keep)
     config = replace(base, checkpoint=checkpoints, train=replace(base.train, steps=steps))
     assert told in records.reach(config)

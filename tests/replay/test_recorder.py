@@ -59,7 +59,7 @@ def step_of(
         for t, advantage in zip(both, (0.25, -0.25), strict=True)
         for _ in (t, *t.branches)
     ]
-    recorder = StepRecorder(load(["quickstart"]), folder, trainer=None, collective=Alone())  # type: ignore[arg-type]
+    recorder = StepRecorder(load(["quickstart_plain"]), folder, trainer=None, collective=Alone())  # type: ignore[arg-type]
     recorder.stepped(1, 0, [group], batch, None, data, is_suspect=is_suspect)
     return records.read(records.file_of(folder, 1))
 

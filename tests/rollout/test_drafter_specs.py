@@ -34,7 +34,7 @@ def config(folder: Path, *, drafters: int = 3, **fields: object) -> Config:
     (folder / "config.json").write_text(
         '{"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9, "max_position_embeddings": 50}'
     )
-    base = load(["quickstart"])
+    base = load(["quickstart_plain"])
     speculation = SpeculationConfig(mode="decoupled", draft_model=str(folder), **fields)  # type: ignore[arg-type]
     return replace(
         base,
@@ -138,7 +138,7 @@ def test_the_kv_cache_has_room_for_all_engines_of_the_host(tmp_path: Path) -> No
     on_gpus = replace(HOST, has_gpus=True)
     (spec,) = make_specs(config(tmp_path, drafters=1), on_gpus, max_position=30, log_dir=tmp_path)
     assert spec.kv_tokens is None
-    assert make_specs(load(["quickstart"]), HOST, max_position=30, log_dir=tmp_path) == []
+    assert make_specs(load(["quickstart_plain"]), HOST, max_position=30, log_dir=tmp_path) == []
 
 
 def test_drafters_that_sleep_on_devices_of_engines(tmp_path: Path) -> None:

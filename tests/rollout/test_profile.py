@@ -184,7 +184,7 @@ def test_longer_responses_of_a_process_fit_as_well() -> None:
 @pytest.fixture(scope="module")
 def config(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Of a mixture of experts, with a small dense draft model."""
-    recipe = load(["quickstart", "--model.path", model_dir])
+    recipe = load(["quickstart_plain", "--model.path", model_dir])
     draft_model = make_dense(tmp_path_factory.mktemp("dense"), "num_hidden_layers=1")
     speculation = replace(
         CONFIG.speculation, drafters=("suffix", "previous", "model", "decoupled"), draft_model=draft_model
@@ -275,7 +275,7 @@ def test_an_interrupt_leaves_nothing(model_dir: str, tmp_path: Path) -> None:
     """While the engine starts; later it is the same `finally`."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    words = ["profile", "quickstart", "--model.path", model_dir, "--out", str(tmp_path / "out" / "costs.json")]
+    words = ["profile", "quickstart_plain", "--model.path", model_dir, "--out", str(tmp_path / "out" / "costs.json")]
     with subprocess.Popen(
         [sys.executable, "-m", "specactor.cli", *words],
         stdout=subprocess.PIPE,

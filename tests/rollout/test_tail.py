@@ -130,10 +130,10 @@ def test_the_policy_of_a_configuration() -> None:
         "--parallel.engines",
         "2",
     ]
-    lending = recipes.load(["quickstart", *words, "--rollout.speculation.mode", "decoupled"])
+    lending = recipes.load(["quickstart_plain", *words, "--rollout.speculation.mode", "decoupled"])
     assert tail_policy(lending) == WakeWhereItPays(costs=TailCosts(max_window=3))
     own = replace(lending, parallel=replace(lending.parallel, drafters=1))
-    assert tail_policy(own) is tail_policy(recipes.load(["quickstart"])) is None
+    assert tail_policy(own) is tail_policy(recipes.load(["quickstart_plain"])) is None
 
 
 @dataclass

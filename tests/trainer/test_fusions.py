@@ -43,7 +43,7 @@ def test_what_is_on(case: str) -> None:
 
 
 def test_the_doctor_says_what_is_missing() -> None:
-    config = load(["quickstart"])
+    config = load(["quickstart_plain"])
     told = joined_kernels(replace(config, model=replace(config.model, dtype="bfloat16")), transformer_engine=True)
     assert told.found == "apply rope, moe permute, bias activation, bias dropout"
     assert told.used == "separate kernels for gradient accumulation"

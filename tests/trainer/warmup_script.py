@@ -36,7 +36,7 @@ def main(root: Path, *wanted: str) -> None:
 
 def about(root: Path, kind: str, *wanted: str) -> dict[str, Any] | None:
     """Make one kind of draft model on all ranks, and say on the first what it is."""
-    config = load(["quickstart", *wanted, "--output-dir", str(root)])
+    config = load(["quickstart_plain", *wanted, "--output-dir", str(root)])
     policy, start = root / "policy", root / f"start-{kind}"
     head, collective = kind == WARM_UP_HEAD, Collective()
     tokenizer = load_tokenizer(policy)
@@ -69,7 +69,7 @@ def about(root: Path, kind: str, *wanted: str) -> dict[str, Any] | None:
     policies = [target, target] if head else models
     measured = [acceptance.measure(of, m, examples, window=4, seed=0) for of, m in zip(policies, models, strict=True)]
     nothing = cast(Any, None)
-    others = [load(["quickstart", *words]) for words in ([], [*wanted[:-1], "x"])]
+    others = [load(["quickstart_plain", *words]) for words in ([], [*wanted[:-1], "x"])]
     return {
         "folders": [speculation.first_draft_model for speculation in made],
         "else_as_asked": replace(made[0], draft_model=(wanted[-1],)) == config.rollout.speculation,

@@ -67,7 +67,7 @@ def groups(responses: list[Trajectory]) -> list[ScoredGroup]:
 
 
 def audit(engine: Engine | None, action: str, dtype: str = "float32", **rollout: Any) -> tuple[Audit, Told]:
-    base, told = quickstart.recipe(), Told()
+    base, told = quickstart.plain(), Told()
     config = replace(
         base,
         model=replace(base.model, dtype=dtype),  # type: ignore[arg-type]
