@@ -217,7 +217,7 @@ def profiled(config: Config, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 def test_the_table_of_a_real_engine_is_whole(profiled: tuple[Path, str], config: Config, model_dir: str) -> None:
     file, _ = profiled
-    assert file == Path(config.output_dir) / "quickstart" / "costs.json"
+    assert file == Path(config.output_dir) / "quickstart_plain" / "costs.json"
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     table = CostTable.from_json(file.read_bytes())
     assert table.model == model_dir
