@@ -46,16 +46,16 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--data.params 3",
-        "data.params: got '3', expected [KEY=VALUE ...]. Its meaning: train_moe.py quickstart --help",
+        "data.params: got '3', expected [KEY=VALUE ...]. Its meaning: train_moe.py quickstart_plain --help",
     ),
     (
         "--rollout.group-size many",
-        "rollout.group_size: got 'many', expected INT. Its meaning: train_moe.py quickstart --help",
+        "rollout.group_size: got 'many', expected INT. Its meaning: train_moe.py quickstart_plain --help",
     ),
-    ("--seed", "seed: got no value, expected INT. Its meaning: train_moe.py quickstart --help"),
+    ("--seed", "seed: got no value, expected INT. Its meaning: train_moe.py quickstart_plain --help"),
     (
         "--model.dtype float16",
-        "model.dtype: got 'float16', expected one of float32, bfloat16. Its meaning: train_moe.py quickstart --help",
+        "model.dtype: got 'float16', expected one of float32, bfloat16. Its meaning: train_moe.py quickstart_plain --help",
     ),
     (
         "--rollout.group-size 1",
@@ -187,7 +187,7 @@ WRONG: list[tuple[str, str]] = [
             ("warmup-steps -1", "warmup_steps: got -1, expected >= 0. Use 0 for none."),
             (
                 "level sequence",
-                "level: got 'sequence', expected one of token, turn. Its meaning: train_moe.py quickstart --help",
+                "level: got 'sequence', expected one of token, turn. Its meaning: train_moe.py quickstart_plain --help",
             ),
             ("gamma 0", "gamma: got 0.0, expected in (0, 1]. Use 1 where only the reward counts."),
             ("gamma 1.1", "gamma: got 1.1, expected in (0, 1]. Use 1 where only the reward counts."),
@@ -203,7 +203,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--train.routing-replay maybe",
-        "train.routing_replay: got 'maybe', expected one of off, r2, r3. Its meaning: train_moe.py quickstart --help",
+        "train.routing_replay: got 'maybe', expected one of off, r2, r3. Its meaning: train_moe.py quickstart_plain --help",
     ),
     (
         "--algorithm.correction.bounds 0 0.5",
@@ -222,12 +222,12 @@ WRONG: list[tuple[str, str]] = [
     (
         "--algorithm.correction.level batch",
         "algorithm.correction.level: got 'batch', expected one of off, token, sequence, geometric. Its meaning: "
-        "train_moe.py quickstart --help",
+        "train_moe.py quickstart_plain --help",
     ),
     (
         "--algorithm.correction.action clip",
         "algorithm.correction.action: got 'clip', expected one of truncate, mask, reject. Its meaning: train_moe.py "
-        "quickstart --help",
+        "quickstart_plain --help",
     ),
     (
         "--rollout.partial True",
@@ -405,7 +405,7 @@ def test_a_setting_comes_or_goes_on_purpose() -> None:
 @pytest.mark.parametrize(("words", "message"), WRONG, ids=[words.replace(" ", "_") for words, _ in WRONG])
 def test_a_wrong_setting_is_one_line(words: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(["quickstart", *words.split()])
+        load(["quickstart_plain", *words.split()])
     assert str(caught.value) == message
     assert "\n" not in message
 

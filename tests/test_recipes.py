@@ -194,7 +194,7 @@ def test_json_of_an_older_version_gets_the_defaults() -> None:
 
 @pytest.mark.parametrize(("was", "now"), [("", ()), ("folder", ("folder",))])
 def test_json_from_before_there_could_be_several_draft_models(was: str, now: tuple[str, ...]) -> None:
-    plain = to_json(load(["quickstart"]))
+    plain = to_json(load(["quickstart_plain"]))
     plain["rollout"]["speculation"]["draft_model"] = was
     assert from_json(plain).rollout.speculation.draft_model == now
     assert plain["rollout"]["speculation"]["draft_model"] == was
