@@ -1,6 +1,6 @@
 r"""A draft method of one's own: what followed the last occurrence of the current token in the group's text.
 
-    torchrun --nproc-per-node 2 launch/train_moe.py quickstart --rollout.speculation.mode coupled \
+    torchrun --nproc-per-node 2 launch/train_moe.py quickstart_plain --rollout.speculation.mode coupled \
         --rollout.speculation.drafters examples.custom_drafter:LastFollower
 
 Any class that can be imported will do. Whatever a drafter proposes, it changes the speed and never a token.

@@ -55,7 +55,8 @@ WRONG: list[tuple[str, str]] = [
     ("--seed", "seed: got no value, expected INT. Its meaning: train_moe.py quickstart_plain --help"),
     (
         "--model.dtype float16",
-        "model.dtype: got 'float16', expected one of float32, bfloat16. Its meaning: train_moe.py quickstart_plain --help",
+        "model.dtype: got 'float16', expected one of float32, bfloat16. Its meaning: "
+        "train_moe.py quickstart_plain --help",
     ),
     (
         "--rollout.group-size 1",
@@ -203,7 +204,8 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--train.routing-replay maybe",
-        "train.routing_replay: got 'maybe', expected one of off, r2, r3. Its meaning: train_moe.py quickstart_plain --help",
+        "train.routing_replay: got 'maybe', expected one of off, r2, r3. Its meaning: "
+        "train_moe.py quickstart_plain --help",
     ),
     (
         "--algorithm.correction.bounds 0 0.5",

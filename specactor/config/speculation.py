@@ -195,3 +195,9 @@ class SpeculationConfig:
                 "second",
                 f"Name a draft model for {name}, or take it out.",
             )
+        rule(
+            "draft_model",
+            WARM_UP_HEAD not in self.in_processes.values(),
+            "a draft model for processes of their own, which have no hidden states of the policy",
+            "Use warm-up, or mode coupled.",
+        )

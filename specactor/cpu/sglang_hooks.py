@@ -138,13 +138,13 @@ def _experts(original: Callable[..., Any], layer: Any, x: Any, topk_output: Any,
 
 
 def _linear(original: Callable[..., Any], method: Any, layer: Any, x: Any, bias: Any = None) -> Any:
-    if x.numel() >= sglang_ops.min_rows(*layer.weight.shape) * x.shape[-1]:
+    if x.numel() >= sglang_ops.min_rows(layer.weight) * x.shape[-1]:
         return original(method, layer, x, bias)
     return sglang_ops.linear(x, layer.weight, bias)
 
 
 def _lm_head(original: Callable[..., Any], processor: Any, hidden: Any, head: Any, *args: Any, **kwargs: Any) -> Any:
-    rows, needed = hidden.shape[0], sglang_ops.min_rows(*head.weight.shape)
+    rows, needed = hidden.shape[0], sglang_ops.min_rows(head.weight)
     if rows >= needed:
         return original(processor, hidden, head, *args, **kwargs)
     kwargs.pop("out", None)  # a buffer for as many rows as there are

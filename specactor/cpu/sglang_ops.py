@@ -10,6 +10,7 @@ expert width.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -214,21 +215,25 @@ def tile_attention(q_RHD: Tensor, k_SND: Tensor, v_SND: Tensor, parts: Sequence[
     return out_RHD[:count]
 
 
-@functools.cache
-def min_rows(out: int, width: int) -> int:
+def min_rows(weight: Tensor) -> int:
     """Return how many rows a product with a weight [out, width] needs to give a row the same bits in any company.
 
     It is found by trying, since MKL's kernels for few rows depend on the processor and on the width: 4 on AMD's, up to
-    16 on Intel's with AVX-512.
+    16 on Intel's with AVX-512. Warns where no number of rows will do.
     """
+    return _fewest_rows(*weight.shape[-2:], weight.dtype)
+
+
+@functools.cache
+def _fewest_rows(out: int, width: int, dtype: torch.dtype) -> int:
     dice = torch.Generator().manual_seed(0)
-    x, weight = (
-        torch.randn(TRIED_ROWS, width, generator=dice),
-        torch.randn(min(out, TRIED_COLUMNS), width, generator=dice),
-    )
+    x = torch.randn(TRIED_ROWS, width, generator=dice).to(dtype)
+    weight = torch.randn(min(out, TRIED_COLUMNS), width, generator=dice).to(dtype)
     whole = functional.linear(x, weight)
     for rows in range(TRIED_ROWS - 1, MIN_ROWS - 1, -1):
         if not torch.equal(functional.linear(x[:rows], weight), whole[:rows]):
+            if rows > TRIED_ROWS // 2:
+                warnings.warn(f"{dtype}: rows of a product have other bits in other batches on this CPU", stacklevel=2)
             return rows + 1
     return MIN_ROWS
 
@@ -240,7 +245,7 @@ def fill_rows(x_TM: Tensor, rows: int) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, M] or [..., M] times weight [out, M] transposed, with the same bits for a row whatever T is."""
-    rows, needed = x.numel() // x.shape[-1], min_rows(*weight.shape)
+    rows, needed = x.numel() // x.shape[-1], min_rows(weight)
     if rows >= needed or rows == 0:
         return functional.linear(x, weight, bias)
     return functional.linear(fill_rows(x.reshape(rows, -1), needed), weight, bias)[:rows].view(*x.shape[:-1], -1)
@@ -258,7 +263,7 @@ def experts(x_TM: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EFM: Tensor, w
     flat = ids_TK.reshape(-1)
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
-    total, needed = flat.numel(), max(min_rows(*w13_EFM.shape[1:]), min_rows(*w2_EMF.shape[1:]))
+    total, needed = flat.numel(), max(min_rows(w13_EFM), min_rows(w2_EMF))
     sorted_x = functional.pad(x_TM[order // top_k], (0, 0, 0, needed))
     hidden = sorted_x.new_empty(total + needed, 2 * width)
     out = sorted_x.new_empty(total + needed, x_TM.shape[1])

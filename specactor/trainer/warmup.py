@@ -32,7 +32,7 @@ from specactor.run_folder import WARM_UPS
 from specactor.trainer.drafter import init
 from specactor.trainer.drafter.buffer import TrainingExample, example_from
 from specactor.trainer.drafter.command import learn
-from specactor.trainer.drafter.head import Eagle3Start
+from specactor.trainer.drafter.head import Eagle3Start, make_head
 from specactor.trainer.drafter.train import RefreshStats
 from specactor.trainer.policy import PolicyTrainer
 from specactor.types import Problem, TrainSequence
@@ -170,8 +170,10 @@ def _distil(
     init.quiet()
 
     def make() -> tuple[Any, Any]:
-        target = init.read_model(policy) if wanted == WARM_UP_HEAD else None
-        return target, init.new_draft(policy, Eagle3Start() if wanted == WARM_UP_HEAD else init.TargetStart())
+        if wanted != WARM_UP_HEAD:
+            return None, init.new_draft(policy, init.TargetStart())
+        target = init.read_model(policy)
+        return target, make_head(target, Eagle3Start())
 
     target, model = collective.together("draft model", make)
     group = (control_group() or dist.group.WORLD) if collective.world > 1 else None

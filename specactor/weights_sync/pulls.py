@@ -122,7 +122,7 @@ class JobPlan:
             ranks = sorted(self._owner[each[0].memory] for each in (alike, spans))
             return (
                 f"{names} is not the same on trainer ranks {ranks[0]} and {ranks[1]}, which hold a copy each; resume "
-                "from the last checkpoint, which is of before this step"
+                "from a checkpoint of before this step"
             )
         return ""
 

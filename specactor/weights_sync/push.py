@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
@@ -36,6 +37,7 @@ from specactor.weights_sync.pulls import JobPlan
 T = TypeVar("T")
 
 TIMEOUT_S = 300.0  # longest wait for an engine to take one bucket, which takes well under a second
+MOST_KEPT = 128  # mirrors that a host keeps until they are loaded: each is a file and, in every engine rank, a view
 
 
 class WeightSource(Protocol):
@@ -124,6 +126,7 @@ class Push:
         self._sent: list[tuple[Bucket, ...]] = []
         self._packed: dict[int, list[tuple[torch.Tensor, Bucket]]] = {}  # by side: own, and mirrored by this rank
         self._kept: set[int] = set()  # rounds that crossed to be checked, and are still there to be loaded
+        self._room: int | None = None  # bytes for them on this rank, as of the first round
         self._touched = False  # whether engines may hold other weights than before
         self._device = torch.device("cpu")  # of the tensors that were packed
 
@@ -330,6 +333,11 @@ class Push:
         mirrors = self._mirrors[number + 2 if number in self._kept else side]
         if crosses:
             problems = mirrors.make(crossings)
+            if any(problems) and mirrors is not self._mirrors[side]:  # it may still cross twice
+                mirrors.close()
+                self._kept.discard(number)
+                mirrors = self._mirrors[side]
+                problems = mirrors.make(crossings)
             if any(problems):
                 self.problem = self.problem or problems[rank]
                 return []
@@ -346,8 +354,15 @@ class Push:
         """Return whether every host can keep a round until it is loaded; otherwise it crosses twice. Collective."""
         while len(self._mirrors) <= number + 2:
             self._mirrors.append(Mirrors(self._collective, self._hosts))
-        room = room_bytes(self._hosts.count(self._hosts[self._collective.rank]))
-        return not self._collective.any(sum(self._mirrors[number + 2].lacking(crossings).values()) > room)
+        if self._room is None:
+            self._room = room_bytes(self._hosts.count(self._hosts[self._collective.rank]))
+        lacking = sum(self._mirrors[number + 2].lacking(crossings).values())
+        of_hosts = Counter(self._hosts[crossing.taker] for crossing in crossings)
+        many = (len(self._kept) + 1) * max(of_hosts.values(), default=0) > MOST_KEPT
+        if self._collective.any(many or lacking > self._room):
+            return False
+        self._room -= lacking
+        return True
 
     def _submit(self, call: str, message: Round | Holding | Pull | Commit) -> None:
         payload = msgspec.msgpack.encode(message)

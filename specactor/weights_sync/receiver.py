@@ -28,7 +28,7 @@ from specactor.weights_sync.digest import Memory, copy_and_digest, digest_of
 from specactor.weights_sync.memory import Address, open_address, pull_on_device, read_only, unregister
 from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Holding, PlanReply, Pull, PullReply, Round
 
-_MAX_VIEWS = 256  # mapped buckets and mirrors that are kept: two of each per rank of the trainer
+_MAX_VIEWS = 256  # mapped buckets and mirrors that are kept; `push.MOST_KEPT` is half of it
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -263,6 +263,8 @@ class Receiver:
         if self._open_version != commit.version:
             return msgspec.msgpack.encode(CheckReply(problem=f"version {commit.version} was never loaded"))
         problem = "" if self._pulled else self._unwritten(rank.model)
+        if not self._pulled:
+            self.close()  # what other hosts sent may take as much memory as the model
         rank.end_weight_update()
         rank.flush_cache()
         self._open_version = None

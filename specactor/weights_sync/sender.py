@@ -101,11 +101,12 @@ class WeightSender:
         if self._plan is not None:
             self._plan.close()
         self._plan = None
-        if self._collective.any(bool(push.problem) or holding is None or holding is self._refused):
+        none = self._collective.any(bool(push.problem) or holding is None or holding is self._refused)
+        for mirrors in self._mirrors[2 if none else 0 :]:  # the plan's take as much as all of them
+            mirrors.close()
+        if none:
             return ""
         assert holding is not None
-        for mirrors in self._mirrors:  # the plan's take as much
-            mirrors.close()
         note, self._plan = push.plan(holding, on_device)
         self._planned, self._refused = holding, holding if note else None
         return note

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -71,6 +72,17 @@ def run_beside(commands: Sequence[tuple[object, ...]], *, limit_s: float = 240.0
         for child in children:
             child.kill()
             child.join()
+
+
+def run_anew(commands: Sequence[tuple[object, ...]], *, limit_s: float = 240.0) -> None:
+    """As `run_beside`, in processes of their own from the start."""
+    started = [subprocess.Popen([sys.executable, "-W", "ignore", "-m", *map(str, command)]) for command in commands]
+    try:
+        assert [process.wait(timeout=limit_s) for process in started] == [0] * len(started), commands
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def make_tiny(shape: TinyModelConfig, folder: Path) -> None:

@@ -368,7 +368,9 @@ def test_mimo_with_one_such_layer_is_a_policy_and_no_draft_model(tmp_path: Path)
     assert mimo == replace(DENSE, has_mtp=True)
     with pytest.raises(ConfigError, match=r"a policy with an MTP layer .* drafter mtp"):
         draft_shape(str(tmp_path))
-    drafting = load(["quickstart_plain", "--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "mtp"])
+    drafting = load(
+        ["quickstart_plain", "--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "mtp"]
+    )
     check_in_engines(drafting, mimo)
     with pytest.raises(ConfigError, match=r"drafters: got 'mtp', expected others, since .* has no MTP layer.*EAGLE-3"):
         check_in_engines(drafting, DENSE)

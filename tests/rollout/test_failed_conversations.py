@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -43,7 +44,7 @@ class Collector(RolloutCollector):
         self.notes: list[str] = []
         rollout = RolloutConfig(prompts_per_step=3, group_size=4, max_new_tokens=8)
         self.config = cast("Any", SimpleNamespace(rollout=rollout, algorithm=AlgorithmConfig()))
-        self.progress = cast("Any", SimpleNamespace(note=self.notes.append))
+        self.progress = cast("Any", SimpleNamespace(note=self.notes.append, phase=lambda name: nullcontext()))
         self.collective = cast(
             "Any",
             SimpleNamespace(rank=0, world=1, together=lambda name, work: work(), gather=lambda value, kind: [value]),

@@ -17,10 +17,10 @@ def of(two_ranks: dict[str, Any], state: str) -> dict[str, Any]:
 @pytest.mark.parametrize("state", OPTIMIZER_STATES)
 def test_updates_are_those_of_adam_in_float64_with_the_same_rounding(two_ranks: dict[str, Any], state: str) -> None:
     """Three updates of 1e-2 on two ranks. Moments of the other precision move a weight by 7e-5; in bfloat16 float32
-    and float64 may round one to neighbours, which is worth 3e-6."""
+    and float64 may round one to neighbours, which is worth 3e-6 to 1.2e-5."""
     found = of(two_ranks, state)
     right, wrong = ("bfloat16", "float32") if state == "bfloat16" else ("float32", "bfloat16")
-    assert found["away"][right] < (1e-5 if state == "bfloat16" else 1e-6)
+    assert found["away"][right] < (2e-5 if state == "bfloat16" else 1e-6)
     assert found["away"][wrong] > 3e-5
     classes = {"float32": "AdamW", "bfloat16": "RoundedAdamW", "host": "HybridDeviceOptimizer"}
     assert found["classes"] == [classes[state]]

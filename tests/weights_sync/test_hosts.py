@@ -9,7 +9,8 @@ import queue
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -211,32 +212,60 @@ def test_a_copy_on_another_host_that_differs_is_found(job: Job) -> None:
         assert all(isinstance(each, WeightSyncError) for each in found), found
         [text] = {str(each) for each in found}
         assert "norm is not the same on trainer ranks 0 and 2" in text
-        assert "resume from the last checkpoint" in text
+        assert "resume from a checkpoint of before this step" in text
         assert all(engine.killed for engine in job.engines.values())
         job.start()
 
 
+@pytest.mark.parametrize("why", ["room", "making", "many"])
 @pytest.mark.parametrize("lacking", [None, 1])
-def test_a_first_push_crosses_once_where_there_is_memory(job: Job, lacking: int | None) -> None:
-    """In rounds that are more than the buckets hold; one rank may have no memory to keep them in."""
+def test_a_first_push_crosses_once_where_there_is_memory(job: Job, lacking: int | None, why: str) -> None:
+    """In rounds that are more than the buckets hold; one rank may have no memory to keep its own in: it has been told
+    so, or finds out, or there are too many memories."""
     for rank, source in enumerate(job.sources):
         source.before = rank
-    real = push.room_bytes
+    made, real = push.Mirrors.make, push.room_bytes
 
     def room_bytes(local_ranks: int) -> int:
-        return 0 if threading.current_thread().name == f"rank {lacking}" else real(local_ranks)
+        return 0 if threading.current_thread().name == f"rank {lacking}" and why == "room" else real(local_ranks)
+
+    def make(self: push.Mirrors, crossings: Sequence[push.Crossing]) -> list[str]:
+        problems = made(self, crossings)
+        kept = all(self is not mirrors for sender in job.senders for mirrors in sender._mirrors[:2])
+        full = why == "making" and kept and lacking in {crossing.taker for crossing in crossings}
+        return ["no memory"] * len(HOSTS) if full else problems
 
     job.senders, job.passed = job.new_senders(), [0] * len(HOSTS)
     job.learn()
-    with mock.patch.object(push, "room_bytes", room_bytes):
+    most = 3 if why == "many" and lacking is not None else push.MOST_KEPT
+    with (
+        mock.patch.object(push, "room_bytes", room_bytes),
+        mock.patch.object(push.Mirrors, "make", make),
+        mock.patch.object(push, "MOST_KEPT", most),
+    ):
         reports = job.reports()
     assert job.right()
     assert [report.num_rounds for report in reports] == [4] * 4
     crossed = [2 * SIZE, SIZE, SIZE, SIZE]  # what each rank hands over; aligned, the norm is a little behind
-    again = [SIZE if lacking == (rank + 2) % 4 else 0 for rank in range(4)]
+    again = [SIZE if why != "many" and lacking == (rank + 2) % 4 else 0 for rank in range(4)]
+    if most == 3:  # of four rounds the last crosses again
+        again[3] = SIZE
     assert [passed // SIZE * SIZE for passed in job.passed] == [a + b for a, b in zip(crossed, again, strict=True)]
     assert {report.link_bytes for report in reports} == {sum(job.passed)}
     assert not any(mirrors._buffers for sender in job.senders for mirrors in sender._mirrors), "the plan needs none"
+
+
+def test_what_was_kept_goes_back_where_no_plan_is_made(job: Job) -> None:
+    for rank, source in enumerate(job.sources):
+        source.before = rank
+    job.senders = job.new_senders()
+    job.learn()
+    with ExitStack() as stack:
+        for source in job.sources:
+            stack.enter_context(mock.patch.object(source, "held", return_value=None))
+        assert {report.num_rounds for report in job.reports()} == {4}
+    assert job.right()
+    assert not any(mirrors._buffers for sender in job.senders for mirrors in sender._mirrors[2:])
 
 
 @pytest.mark.parametrize("deep", [False, pytest.param(True, marks=pytest.mark.deep)])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from tests.lib.ranks import run_beside
+from tests.lib.ranks import run_anew, run_beside
 
 
-def run_ranks(script: str, *arguments: object, world: int = 2) -> None:
-    """Each is a module beside this one, with its rank before the arguments."""
-    run_beside([(f"{__package__}.{script}", rank, *arguments) for rank in range(world)])
+def run_ranks(script: str, *arguments: object, world: int = 2, forked: bool = True) -> None:
+    """Each is a module beside this one, with its rank before the arguments. DeepSpeed takes a fork for one of a process
+    that uses CUDA: it needs others."""
+    commands = [(f"{__package__}.{script}", rank, *arguments) for rank in range(world)]
+    if forked:
+        run_beside(commands)
+    else:
+        run_anew(commands)

@@ -22,7 +22,7 @@ from tests.trainer.drafter.train_cases import UPDATES, learn, trainer
 
 def drafter_ranks(world: int, folder: Path, zero_stage: int = 0, *, offload: bool = False) -> list[dict[str, Any]]:
     folder.mkdir()
-    run_ranks("train_rank", world, folder / "store", folder, zero_stage, offload, world=world)
+    run_ranks("train_rank", world, folder / "store", folder, zero_stage, offload, world=world, forked=not zero_stage)
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
 
 
