@@ -74,6 +74,8 @@ def _modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (folder / "bad.py").write_text(BAD)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
+        for name in ("mine", "bad"):  # of another file's tests
+            sys.modules.pop(name, None)
         yield
         for name in ("mine", "bad"):
             sys.modules.pop(name, None)

@@ -126,7 +126,7 @@ class Push:
         self._sent: list[tuple[Bucket, ...]] = []
         self._packed: dict[int, list[tuple[torch.Tensor, Bucket]]] = {}  # by side: own, and mirrored by this rank
         self._kept: set[int] = set()  # rounds that crossed to be checked, and are still there to be loaded
-        self._room: int | None = None  # bytes for them on this rank, as of the first round
+        self._keepable: int | None = None  # bytes for them on this rank, as of the first round
         self._touched = False  # whether engines may hold other weights than before
         self._device = torch.device("cpu")  # of the tensors that were packed
 
@@ -354,14 +354,14 @@ class Push:
         """Return whether every host can keep a round until it is loaded; otherwise it crosses twice. Collective."""
         while len(self._mirrors) <= number + 2:
             self._mirrors.append(Mirrors(self._collective, self._hosts))
-        if self._room is None:
-            self._room = room_bytes(self._hosts.count(self._hosts[self._collective.rank]))
+        if self._keepable is None:
+            self._keepable = room_bytes(self._hosts.count(self._hosts[self._collective.rank]))
         lacking = sum(self._mirrors[number + 2].lacking(crossings).values())
         of_hosts = Counter(self._hosts[crossing.taker] for crossing in crossings)
         many = (len(self._kept) + 1) * max(of_hosts.values(), default=0) > MOST_KEPT
-        if self._collective.any(many or lacking > self._room):
+        if self._collective.any(many or lacking > self._keepable):
             return False
-        self._room -= lacking
+        self._keepable -= lacking
         return True
 
     def _submit(self, call: str, message: Round | Holding | Pull | Commit) -> None:

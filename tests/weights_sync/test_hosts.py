@@ -8,7 +8,6 @@ from __future__ import annotations
 import queue
 import random
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -97,7 +96,8 @@ class Job:
     def __init__(self, seed: int) -> None:
         self.rng, self.numbers, self.version = random.Random(seed), np.random.default_rng(seed), 0
         self.met, self.box = threading.Barrier(len(HOSTS)), [b""] * len(HOSTS)
-        self.link: dict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        ranks = range(len(HOSTS))
+        self.link = {(a, b): queue.Queue[torch.Tensor]() for a in ranks for b in ranks}
         self.longest_s = LONGEST_S
         self.passed, self.faulty, self.old = [0] * len(HOSTS), set[int](), dict[int, Passed]()
         self.fault: Callable[[int, Passed], Passed] = lambda rank, passed: passed
