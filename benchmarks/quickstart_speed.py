@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from benchmarks.drafter_refresh_runs import LENGTH, Run, differences, start
 from benchmarks.results import Result, likely, publish
@@ -65,7 +66,8 @@ def table(runs: Mapping[str, Sequence[Run]], *, steps: int, made_s: Mapping[str,
                 f"{made_s[name]:.0f}" if name in made_s else "-",
             ]
         )
-        reached += [f"{name} {likely(ratios)}"] if name != PLAIN else []
+        if name != PLAIN:
+            reached.append(f"{name} {likely(ratios)}{'' if median(ratios) >= AIM else ', missed'}")
     wrong = [text for own in zip(*runs.values(), strict=True) for text in differences(own)]
     same = "All runs have the same responses, rewards and losses." if not wrong else f"DIFFERENT: {'; '.join(wrong)}."
     return Result(
