@@ -390,6 +390,15 @@ def two_hosts(axes: Axes, rows: Sequence[Row]) -> None:
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
+def growth(axes: Axes, rows: Sequence[Row]) -> None:
+    """What each process holds, after the first steps and in the end."""
+    held = [row for row in rows if row["what"].startswith("memory, ")]
+    names = [row["what"].removeprefix("memory, ") for row in held]
+    cells = {name: column(held, name) for name in ("after the first 100 steps", "at the end")}
+    dots(axes, names, cells)
+    axes.set(xscale="log", xlabel="MiB")
+
+
 @dataclass(frozen=True)
 class Plot:
     """Of one page."""
@@ -463,6 +472,7 @@ PLOTS = {
     "draft_protocol": Plot(protocol, "Milliseconds per round", 2.4),
     "keys_once": Plot(tiles, "Speed of tiles over rows"),
     "dead_drafter": Plot(dead, "Speed over plain decoding"),
+    "long_run": Plot(growth, "Memory of each process, after 100 steps and in the end", 2.2),
     "two_hosts": Plot(two_hosts, "Seconds of a step by link and phase", 2.2),
     "recycled_noise": Plot(recycled, "Held-out accuracy by the visits that share noise, means over seeds"),
     "overlap": Plot(launched_ahead, "Speed with plain rounds launched ahead", 1.8),
