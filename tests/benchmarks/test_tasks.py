@@ -141,8 +141,8 @@ def test_a_response_is_not_its_own_sibling() -> None:
 def test_the_page_says_what_is_best_and_whether_it_is_known_before() -> None:
     responses = two_tasks()
     made = tasks.page({MIX: responses, "bf": [r for r in responses if r.task == "bf"]})
-    assert made.verdict.startswith("Predicted from a cost table, not timed: choosing by task gains 0.0 % (0.0 to 0.0)")
-    assert " of 20 rules that are known" in made.verdict, "of the one model of all tasks"
+    assert made.verdict.startswith("Predicted, not timed: choosing by task gains 0.0 % (0.0 to 0.0)")
+    assert " of 20 rules known" in made.verdict, "of the one model of all tasks"
     assert made.verdict.endswith("of 2 pairs of models: suffix 2.")
     assert all(len(row) == len(made.columns) for row in made.rows)
     row = dict(zip(made.columns, made.rows[1], strict=True))
