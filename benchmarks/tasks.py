@@ -268,7 +268,8 @@ def verdict(rows: Sequence[Sequence[str]], ruled: Sequence[Sequence[str]]) -> st
     gains = " and ".join(f"{row[3].replace(' (', ' % (')} at batch {row[1]}" for row in by_task)
     return (
         f"Predicted, not timed: choosing by task gains {gains} on one method for all requests "
-        f"({ruled[-1][0]}), at most. {len(sure)} of {len(rules)} rules known before the first token gain more than {100 * PAYS:.0f} %. "
+        f"({ruled[-1][0]}), at most. {len(sure)} of {len(rules)} rules known before the first token "
+        f"gain more than {100 * PAYS:.0f} %. "
         f"Best at batch {BATCHES[-1]}, of {len(rows)} pairs of models: {best}."
     )
 
