@@ -50,3 +50,9 @@ def test_a_draft_model_is_made_once_and_knows_the_worked_solutions(results: dict
 def test_it_takes_worked_solutions() -> None:
     with pytest.raises(ConfigError, match=r"speculation\.draft_model: got \('warm-up',\), expected a folder where"):
         load(["quickstart", *WANTED, "--warmup.solver", ""])
+
+
+def test_a_head_is_not_made_for_drafter_processes() -> None:
+    with pytest.raises(ConfigError, match=r"draft_model: got .*warm-up-head.*have no hidden states .* Use warm-up, or"):
+        load(["quickstart", "--rollout.speculation.mode", "decoupled", "--parallel.drafters", "1"])
+    load(["quickstart", "--rollout.speculation.mode", "decoupled", *WANTED[4:], "--parallel.drafters", "1"])

@@ -79,12 +79,14 @@ class Source:
         self.weights = self.buffer.data.view(torch.float32).view(len(self.names), ROWS, COLUMNS)
         self._round = [i for i, name in enumerate(self.names) if name != "norm" or rank == 0]
         self.before = 0  # rounds, in which it hands over nothing
+        self.singly = False  # a tensor per round
         tensors = [Held(name, SIZE, (Block(Span(0, i * SIZE, 0, SIZE, 1), 0, 0),)) for i, name in enumerate(self.names)]
         self._holding = Holding(addresses=(self.buffer.address(),), tensors=tuple(tensors))
 
     def rounds(self, capacity_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         yield from ([] for _ in range(self.before))
-        yield [(self.names[i], self.weights[i]) for i in self._round]
+        for part in [[i] for i in self._round] if self.singly else [self._round]:
+            yield [(self.names[i], self.weights[i]) for i in part]
 
     def held(self, capacity_bytes: int) -> Holding:
         return self._holding
@@ -224,14 +226,14 @@ def test_a_first_push_crosses_once_where_there_is_memory(job: Job, lacking: int 
     so, or finds out, or there are too many memories."""
     for rank, source in enumerate(job.sources):
         source.before = rank
-    made, real = push.Mirrors.make, push.room_bytes
+    made, real = mirrors.Mirrors.make, push.room_bytes
 
     def room_bytes(local_ranks: int) -> int:
         return 0 if threading.current_thread().name == f"rank {lacking}" and why == "room" else real(local_ranks)
 
-    def make(self: push.Mirrors, crossings: Sequence[push.Crossing]) -> list[str]:
+    def make(self: mirrors.Mirrors, crossings: Sequence[mirrors.Crossing]) -> list[str]:
         problems = made(self, crossings)
-        kept = all(self is not mirrors for sender in job.senders for mirrors in sender._mirrors[:2])
+        kept = all(self is not each for sender in job.senders for each in sender._mirrors[:2])
         full = why == "making" and kept and lacking in {crossing.taker for crossing in crossings}
         return ["no memory"] * len(HOSTS) if full else problems
 
@@ -240,7 +242,7 @@ def test_a_first_push_crosses_once_where_there_is_memory(job: Job, lacking: int 
     most = 3 if why == "many" and lacking is not None else push.MOST_KEPT
     with (
         mock.patch.object(push, "room_bytes", room_bytes),
-        mock.patch.object(push.Mirrors, "make", make),
+        mock.patch.object(mirrors.Mirrors, "make", make),
         mock.patch.object(push, "MOST_KEPT", most),
     ):
         reports = job.reports()
@@ -252,7 +254,19 @@ def test_a_first_push_crosses_once_where_there_is_memory(job: Job, lacking: int 
         again[3] = SIZE
     assert [passed // SIZE * SIZE for passed in job.passed] == [a + b for a, b in zip(crossed, again, strict=True)]
     assert {report.link_bytes for report in reports} == {sum(job.passed)}
-    assert not any(mirrors._buffers for sender in job.senders for mirrors in sender._mirrors), "the plan needs none"
+    assert not any(each._buffers for sender in job.senders for each in sender._mirrors), "the plan needs none"
+
+
+def test_room_is_for_all_that_is_kept(job: Job) -> None:
+    """Rank 2 takes both of rank 0's tensors, and has room for one: the round of the second crosses twice."""
+    for rank, source in enumerate(job.sources):
+        source.before, source.singly = rank, True
+    job.senders, job.passed = job.new_senders(), [0] * len(HOSTS)
+    job.learn()
+    with mock.patch.object(push, "room_bytes", return_value=SIZE * 3 // 2):
+        assert {report.num_rounds for report in job.reports()} == {4}
+    assert job.right()
+    assert [passed // SIZE for passed in job.passed] == [3, 2, 1, 1]
 
 
 def test_what_was_kept_goes_back_where_no_plan_is_made(job: Job) -> None:
@@ -265,7 +279,7 @@ def test_what_was_kept_goes_back_where_no_plan_is_made(job: Job) -> None:
             stack.enter_context(mock.patch.object(source, "held", return_value=None))
         assert {report.num_rounds for report in job.reports()} == {4}
     assert job.right()
-    assert not any(mirrors._buffers for sender in job.senders for mirrors in sender._mirrors[2:])
+    assert not any(each._buffers for sender in job.senders for each in sender._mirrors[2:])
 
 
 @pytest.mark.parametrize("deep", [False, pytest.param(True, marks=pytest.mark.deep)])
