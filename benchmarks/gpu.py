@@ -73,6 +73,7 @@ class Size:
     pushes: int
     job: tuple[str, ...]
     """Settings of the job, beside the quickstart's."""
+    job_dtypes: tuple[str, ...] = ("float32",)
 
 
 SMALL_JOB = ("--warmup.steps", "3", "2", "--rollout.prompts-per-step", "2", "--rollout.group-size", "4")
@@ -89,7 +90,7 @@ SIZES = {
         job=("--train.steps", "2", "--rollout.max-new-tokens", "16", *SMALL_JOB),
     ),
     "cuda": Size(
-        model=TinyModelConfig(num_layers=8, hidden_size=2048, num_experts=32, expert_size=768),
+        model=TinyModelConfig(num_layers=8, hidden_size=2048, head_dim=128, num_experts=32, expert_size=768),
         dtype="bfloat16",
         batches=(1, 3, 16, 64, 256),
         windows=(1, 2, 4, 8),
@@ -97,9 +98,10 @@ SIZES = {
         tokens=256,
         copied_bytes=1024 * MIB,
         pushes=7,
+        job_dtypes=("float32", "bfloat16"),
         job=(
-            *("--train.steps", "5", "--model.dtype", "bfloat16"),
-            *("--train.max-logprob-gap", "1", "--rollout.engine.memory-fraction", "0.3"),
+            *("--train.steps", "5", "--rollout.engine.memory-fraction", "0.3"),
+            *("--warmup.steps", "60", "30", "--train.max-logprob-gap", "0.01"),
         ),
     ),
 }
@@ -108,8 +110,9 @@ SIZES = {
 class Bench:
     """A machine, and what stages share on it."""
 
-    def __init__(self, device: str, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, device: str, folder: Path, stack: ExitStack, attention: str = "") -> None:
         self.size, self.on_gpu, self.folder = SIZES[device], device == "cuda", folder
+        self.extra_args: dict[str, Any] = {"attention_backend": attention} if attention else {}
         self._stack = stack
 
     @cached_property
@@ -123,7 +126,9 @@ class Bench:
         """Of an engine on the first device."""
         most = max(self.size.batches)
         config = EngineConfig(
-            max_running_requests=most, max_total_tokens=None if self.on_gpu else most * 160, extra_args=dict(extra)
+            max_running_requests=most,
+            max_total_tokens=None if self.on_gpu else most * 160,
+            extra_args=self.extra_args | extra,
         )
         return EngineSpec(
             index=0,
@@ -143,6 +148,19 @@ class Bench:
         return self._stack.enter_context(
             running(self.spec(speculation), **{dialled.SCRIPT: str(self.folder / "script.json")})
         )
+
+    def job_arguments(self) -> tuple[str, ...]:
+        pairs = [f"{name}={value}" for name, value in self.extra_args.items()]
+        return ("--rollout.engine.extra-args", *pairs) if pairs else ()
+
+    def job_model(self, dtype: str) -> tuple[str, ...]:
+        """Settings of a job's model: in bfloat16 one whose heads a GPU's kernels know."""
+        if dtype == "float32":
+            return ()
+        made = self.folder / "job-model"
+        if not made.exists():
+            make_tiny_model(TinyModelConfig(hidden_size=256, head_dim=64), 0, made)
+        return ("--model.path", str(made), "--model.dtype", dtype, "--train.max-logprob-gap", "inf")
 
     def close(self) -> None:
         """Give the device back."""
@@ -299,7 +317,8 @@ def sync(bench: Bench) -> Found:
     """Return seconds and GB/s of pushes from one trainer rank into one engine, beside memcpy."""
     bench.close()
     options = {"world": 1, "expert": 1, "tensor": 1, "engine_tensor": 1, "bucket_bytes": 256 * MIB}
-    seen = measure_push(bench.model_dir, options | {"repetitions": bench.size.pushes})
+    more = {"repetitions": bench.size.pushes, "extra_args": bench.extra_args}
+    seen = measure_push(bench.model_dir, options | more)
     names = ("num_bytes", "seconds", "gb_per_s", "memcpy_gb_per_s")
     return {name: seen[name] for name in names}
 
@@ -307,16 +326,19 @@ def sync(bench: Bench) -> Found:
 def job(bench: Bench) -> Found:
     """Return seconds of a job per step with and without speculation, and the steps whose metrics differ."""
     bench.close()
-    modes = {"off": ("--rollout.speculation.mode", "off"), "coupled": ("--rollout.speculation.mode", "coupled")}
-    lines, seconds = {}, {}
-    for name, settings in modes.items():
-        start = time.monotonic()
-        root = bench.folder / f"job-{name}"
-        _launch(root, [*settings, *bench.size.job])
-        seconds[name] = time.monotonic() - start
-        lines[name] = compared(RunFolder(root=root))
-    differ = [one["step"] for one, other in zip(lines["off"], lines["coupled"], strict=True) if one != other]
-    return {"steps": len(lines["off"]), "differ": len(differ), "seconds": seconds}
+    found: Found = {}
+    for dtype in bench.size.job_dtypes:
+        more = (*bench.size.job, *bench.job_arguments(), *bench.job_model(dtype))
+        lines, seconds = {}, {}
+        for mode in ("off", "coupled"):
+            start = time.monotonic()
+            root = bench.folder / f"job-{dtype}-{mode}"
+            _launch(root, ["--rollout.speculation.mode", mode, *more])
+            seconds[mode] = time.monotonic() - start
+            lines[mode] = compared(RunFolder(root=root))
+        differ = sum(one != other for one, other in zip(lines["off"], lines["coupled"], strict=True))
+        found[dtype] = {"steps": len(lines["off"]), "differ": differ, "bits": 0, "seconds": seconds}
+    return found
 
 
 def _launch(root: Path, settings: Sequence[str]) -> None:
@@ -350,12 +372,12 @@ STAGES: dict[str, Callable[[Bench], Found]] = {
 }
 
 
-def run(device: str, folder: Path, stages: Sequence[str]) -> dict[str, Found]:
+def run(device: str, folder: Path, stages: Sequence[str], attention: str = "") -> dict[str, Found]:
     """Run what has no result yet. A stage that fails leaves its error, is run again next time, and stops no other."""
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Found] = {}
     with ExitStack() as stack:
-        bench = Bench(device, folder, stack)
+        bench = Bench(device, folder, stack, attention)
         for name in stages:
             file = folder / f"{name}.json"
             if file.exists():
@@ -385,6 +407,11 @@ def verdict(found: dict[str, Found]) -> list[tuple[str, str]]:
     for name, of in found.items():
         if "error" in of:
             text = f"FAILED: {of['error']}"
+        elif name == "job":
+            spent = {dtype: ", ".join(f"{mode} {s:.0f} s" for mode, s in of[dtype]["seconds"].items()) for dtype in of}
+            text = "; ".join(
+                f"{dtype}: {one['differ']} of {one['steps']} steps differ, {spent[dtype]}" for dtype, one in of.items()
+            )
         elif name in ("exact", "kernels"):
             wrong = {case: one for case, one in of.items() if one["differ"] or one["bits"]}
             text = "; ".join(f"{case}: {one['differ']} values, {one['bits']} bits" for case, one in wrong.items())
@@ -393,9 +420,6 @@ def verdict(found: dict[str, Found]) -> list[tuple[str, str]]:
             text = ", ".join(f"{case}: {ms:.2f} ms" for case, ms in of.items())
         elif name == "sync":
             text = f"{median(of['gb_per_s']):.2f} GB/s, memcpy {median(of['memcpy_gb_per_s']):.2f}"
-        elif name == "job":
-            spent = ", ".join(f"{mode} {s:.0f} s" for mode, s in of["seconds"].items())
-            text = f"{of['differ']} of {of['steps']} steps DIFFERENT; {spent}" if of["differ"] else f"equal; {spent}"
         else:
             text = ", ".join(f"{key} {value:.1f}" if isinstance(value, float) else value for key, value in of.items())
         lines.append((name, text))
@@ -404,8 +428,8 @@ def verdict(found: dict[str, Found]) -> list[tuple[str, str]]:
 
 def is_right(found: dict[str, Found]) -> bool:
     """Whether all stages went through, and nothing differed."""
-    cases = [case for name in ("exact", "kernels") for case in found.get(name, {}).values() if isinstance(case, dict)]
-    wrong = any(case["differ"] or case["bits"] for case in cases) or found.get("job", {}).get("differ", 0)
+    cases = [found.get(name, {}).values() for name in ("exact", "kernels", "job")]
+    wrong = any(case["differ"] or case["bits"] for part in cases for case in part if isinstance(case, dict))
     return not wrong and not any("error" in of for of in found.values())
 
 
@@ -417,11 +441,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of the results")
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
     parser.add_argument("--device", choices=list(SIZES), default="cuda", help="cpu: the same in small")
+    parser.add_argument(
+        "--attention", default="", help="SGLang's attention_backend, or tiles; default: SGLang's choice"
+    )
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not gpus():
         print("no GPU was found; --device cpu does the same in small. `specactor doctor` says more.", file=sys.stderr)
         return 2
-    found = run(options.device, options.out.resolve(), options.stages)
+    found = run(options.device, options.out.resolve(), options.stages, options.attention)
     table = Table("stage", "found", title=machine())
     for name, text in verdict(found):
         table.add_row(name, text)

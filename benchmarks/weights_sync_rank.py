@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ import torch
 
 from benchmarks.recipes import sync_config
 from specactor.parallel.collective import Collective, destroy_groups, init_groups
+from specactor.parallel.devices import gpu_uuid, gpus
 from specactor.parallel.layout import ModelShape, check
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
@@ -46,11 +48,14 @@ class Memcpy:
     """Copies of as many bytes, in pages that exist."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._source, self._target = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
+        device = "cuda" if gpus() else "cpu"
+        self._source, self._target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
 
     def gb_per_s(self) -> float:
         start = time.perf_counter()
         self._target.copy_(self._source)
+        if self._target.is_cuda:
+            torch.cuda.synchronize()
         return self._source.numel() / (time.perf_counter() - start) / 1e9
 
 
@@ -78,6 +83,7 @@ def engine_loads(engine: Engine, model_dir: Path, repetitions: int) -> dict[str,
 
 def main() -> None:
     model_dir, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    extra_args = options.pop("extra_args", {})
     config = sync_config(str(model_dir), **options)
     layout = check(config, options["world"], ModelShape.read(model_dir))
     init_groups(layout, config.parallel, seed=0, local_rank=int(os.environ["LOCAL_RANK"]))
@@ -89,8 +95,8 @@ def main() -> None:
             model_dir=str(model_dir),
             dtype="float32",
             tensor_parallel=options["engine_tensor"],
-            devices=tuple(range(options["engine_tensor"])),
-            config=config.rollout.engine,
+            devices=tuple(gpu_uuid(i) if gpus() else i for i in range(options["engine_tensor"])),
+            config=dataclasses.replace(config.rollout.engine, extra_args=extra_args),
             context_length=512,
             log_file=str(model_dir.parent / "engine.log"),
         )

@@ -81,7 +81,8 @@ class TinyModelConfig:
     """Width of the residual stream, 32 or a multiple of 64: heads divide it, and two share a key-value head."""
     num_experts: int = 8
     expert_size: int = 128
-    head_dim: ClassVar[int] = 32
+    head_dim: int = 32
+    """Of GPUs in bfloat16, SGLang's kernels know heads of 64, 128, 256 and 512."""
     experts_per_token: ClassVar[int] = 2
     max_position: ClassVar[int] = 512
     """Longest sequence in tokens."""

@@ -12,10 +12,12 @@ SGLang's. Not run on a GPU yet.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specactor.cpu.sglang_hooks import TILES, allow_seeded_sampling
@@ -24,6 +26,8 @@ from specactor.errors import EngineError
 
 def install() -> None:
     """Register the hooks with SGLang's plugin registry. Call it from a plugin."""
+    if torch.cuda.is_available() and importlib.util.find_spec("torch_memory_saver") is not None:
+        _keep_graphs_releasable()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     runner = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -33,6 +37,17 @@ def install() -> None:
         "init_attention_backends": _of_rows,
     }.items():
         HookRegistry.register(f"{runner}.{method}", hook, HookType.AROUND)
+
+
+def _keep_graphs_releasable() -> None:
+    """Give torch-memory-saver back the mode that SGLang starts schedulers for, and that alone can release graphs.
+
+    Megatron's module for inference, which SGLang's dumper imports where Megatron is installed, sets the other one.
+    """
+    import sglang.srt.debug_utils.dumper  # noqa: F401  (before, not after)
+    from torch_memory_saver import torch_memory_saver
+
+    torch_memory_saver.hook_mode = "preload"
 
 
 @contextmanager
