@@ -3,7 +3,8 @@
 Within `simulated`, as on GPUs:
 
 - an operation on tensors of two devices raises;
-- reading a value on the host is a wait for the device, and is counted (`Waits.reads`);
+- reading a value on the host is a wait for the device, and is counted (`Waits.reads`); so is a copy to the device that
+  blocks, and an index that the host holds, since either waits for all that was launched before;
 - a copy to the host that does not block leaves poison in its target until the device was waited for;
 - one to the device takes what its source holds when it is due: a source that was written before raises.
 
@@ -172,6 +173,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         target = torch.device(wanted) if wanted is not None else own
     if devices and target.type == "cpu" and name in ("aten::_to_copy", "aten::copy_") and not later:
         _waits.read(f"{name} to the host")
+    elif target.type == "cuda" and not later and with_host:
+        _waits.read(f"{name} to the device")
     return _wrapped(func, args, kwargs, target, later=later)
 
 

@@ -81,7 +81,7 @@ def draw(_: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, simple
 
 def one_round(device: str, rounds: int = 1) -> list[Any]:
     """Arrange, sample, keep: all that a round does besides SGLang's forward pass."""
-    logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
     batch, pool = batch_on(device)
     reqs, found = batch.reqs, []
     info, lengths, requests = batch.sampling_info, batch.seq_lens, batch.req_pool_indices
@@ -90,7 +90,7 @@ def one_round(device: str, rounds: int = 1) -> list[Any]:
         rows, places = verify_batch.Rows.of(TREES), verify_batch.Branches(pool, page_size=1)
         verify_batch.spread(batch, rows, req_to_token=pool.req_to_token)
         places.place(batch, rows)
-        probs = (logits.to(device) / batch.sampling_info.temperatures).softmax(-1)
+        probs = (logits / batch.sampling_info.temperatures).softmax(-1)
         positions = batch.seq_lens - 1
         tokens, _mask = sampling.sample_by_kind(draw, None, probs, batch.sampling_info, positions, False)
         output = SimpleNamespace(next_token_logprobs=probs.log()[:, 0], hidden_states=None)

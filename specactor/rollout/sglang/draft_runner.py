@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from specactor.config import EAGLE3_HEAD
+from specactor.rollout.sglang import sampling
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, slot_range
+from specactor.rollout.sglang.gpu import on_device
 from specactor.rollout.speculation.verification import common
 
 DRAFT_TEMPERATURE = 2 / 3
@@ -241,14 +243,14 @@ class DraftBatch:
         self.texts = texts
         self.base = torch.tensor([text.length - 1 for text in texts], dtype=torch.int64)
         """[B] position of the last token, on the CPU."""
-        self.table = torch.tensor([text.row for text in texts], dtype=torch.int64, device=device)
+        self.table = on_device([text.row for text in texts], device, torch.int64)
         """[B] rows of the page table."""
-        self.seeds = torch.tensor([text.seed for text in texts], dtype=torch.int64, device=device)
+        self.seeds = on_device([text.seed for text in texts], device, torch.int64)
         """[B]"""
         temperatures = [[(text.temperature or 1.0) * draft_temperature] for text in texts]
-        self.temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)
+        self.temperatures = on_device(temperatures, device, torch.float32)
         """[B, 1]"""
-        self.greedy = torch.tensor([text.temperature == 0 for text in texts], device=device)
+        self.greedy = on_device([text.temperature == 0 for text in texts], device)
         """[B]"""
 
     def count(self, depth: int) -> int:
@@ -374,8 +376,13 @@ class DraftRunner:
         count, likeliest_B = len(logits_BV), logits_BV.argmax(dim=1)
         if all(text.temperature == 0 for text in batch.texts[:count]):
             return likeliest_B
+        positions_B = on_device(batch.base[:count] + depth, self._device)
+        if sampling.serves(logits_BV):
+            from specactor.rollout.sglang import kernels
+
+            of_texts = batch.temperatures[:count], batch.seeds[:count], positions_B, batch.greedy[:count]
+            return kernels.draw(logits_BV, *of_texts).tokens
         logq_BV = (logits_BV.float() / batch.temperatures[:count]).log_softmax(dim=1)
-        positions_B = (batch.base[:count] + depth).to(self._device)
         sampled_B1: Tensor = sampler.multinomial_with_seed(logq_BV, batch.seeds[:count], positions_B)
         return sampled_B1.view(-1).where(~batch.greedy[:count], likeliest_B)
 
@@ -392,8 +399,10 @@ class DraftRunner:
         pieces = []
         for first in range(0, len(rows), MAX_ROWS):
             tokens_R, texts_R, positions_R = torch.tensor(rows[first : first + MAX_ROWS], dtype=torch.int64).unbind(1)
-            wanted = torch.tensor([row - first for row in last if first <= row < first + MAX_ROWS], device=self._device)
-            tokens_R, table_R = tokens_R.to(self._device), batch.table[texts_R.to(self._device)]
+            wanted = on_device(
+                [row - first for row in last if first <= row < first + MAX_ROWS], self._device, torch.int64
+            )
+            tokens_R, table_R = on_device(tokens_R, self._device), batch.table[on_device(texts_R, self._device)]
             if len(wanted):
                 pieces.append(self._logits(tokens_R, table_R, positions_R, wanted))
             else:
@@ -409,9 +418,9 @@ class DraftRunner:
         """
         batch = self._batch(tokens_R, table_R, positions_R)
         graphs = getattr(self._runner, "decode_cuda_graph_runner", None)
-        if wanted_B is None and graphs is not None and graphs.can_run_graph(batch):
+        if graphs is not None and graphs.can_run_graph(batch):
             replayed: Tensor = graphs.execute(batch).next_token_logits
-            return replayed
+            return replayed if wanted_B is None else replayed[wanted_B]
         hidden = self._hidden(batch)
         if wanted_B is not None:
             hidden = hidden[wanted_B]
@@ -424,13 +433,13 @@ class DraftRunner:
         """A round of decoding, as SGLang's layers take it."""
         runner = self._runner
         lengths_R = positions_R + 1
-        positions_R = positions_R.to(self._device)
+        positions_R = on_device(positions_R, self._device)
         return self._info.ForwardBatch(
             forward_mode=self._info.ForwardMode.DECODE,
             batch_size=len(tokens_R),
             input_ids=tokens_R.clamp(max=self._vocab_size - 1),  # the target may have ids beyond, for padding
             req_pool_indices=table_R,
-            seq_lens=lengths_R.to(self._device),
+            seq_lens=on_device(lengths_R, self._device),
             seq_lens_cpu=lengths_R,
             seq_lens_sum=int(lengths_R.sum()),
             out_cache_loc=runner.req_to_token_pool.req_to_token[table_R, positions_R].to(torch.int64),

@@ -39,13 +39,25 @@ def install() -> None:
         HookRegistry.register(f"{runner}.{method}", hook, HookType.AROUND)
 
 
+def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers of the host on the device, without waiting for it.
+
+    From ordinary memory a copy waits until the device has done all that it was given before, such as a forward pass.
+    """
+    host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cpu":
+        return host
+    locked = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
+    return locked.copy_(host).to(device, non_blocking=True)
+
+
 def _keep_graphs_releasable() -> None:
     """Give torch-memory-saver back the mode that SGLang starts schedulers for, and that alone can release graphs.
 
     Megatron's module for inference, which SGLang's dumper imports where Megatron is installed, sets the other one.
     """
     import sglang.srt.debug_utils.dumper  # noqa: F401  (before, not after)
-    from torch_memory_saver import torch_memory_saver
+    from torch_memory_saver import torch_memory_saver  # type: ignore[import-not-found,unused-ignore]
 
     torch_memory_saver.hook_mode = "preload"
 

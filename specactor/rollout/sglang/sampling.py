@@ -20,6 +20,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from specactor.rollout.sglang.gpu import on_device
+
 _PER_ROW = ("top_ps", "top_ks", "min_ps", "sampling_seed", "temperatures")
 
 NOISE_ROWS = 128
@@ -52,7 +54,7 @@ def sample_by_kind(
     for kind in ("simple", "filtered"):
         rows = [row for row, of in enumerate(kinds) if of == kind]
         for start in range(0, len(rows), NOISE_ROWS):
-            some_R = torch.tensor(rows[start : start + NOISE_ROWS], device=probs.device)
+            some_R = on_device(rows[start : start + NOISE_ROWS], probs.device)
             part, _ = original(sampler, probs[some_R], _of_rows(info, some_R), positions[some_R], kind == "simple")
             tokens_R[some_R] = part.to(torch.int32)
     return tokens_R, None
@@ -87,7 +89,7 @@ def sample_in_one_pass(
     filters = info.need_top_p_sampling or info.need_top_k_sampling
     kinds = kinds_of(info) if filters and not info.is_all_greedy else []
     if filtered := [row for row, of in enumerate(kinds) if of == "filtered"]:
-        some_R = torch.tensor(filtered, device=logits_RV.device)
+        some_R = on_device(filtered, logits_RV.device)
         of_some = _of_rows(info, some_R)
         know_kinds(of_some, ["filtered"] * len(filtered))
         probs = torch.softmax(logits_RV[some_R] / of_some.temperatures, dim=-1)

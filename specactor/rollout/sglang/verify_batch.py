@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specactor.rollout.sglang.gpu import on_device
 from specactor.rollout.sglang.sampling import kinds_of, know_kinds
 from specactor.rollout.speculation.verification import DraftTree, branches
 
@@ -84,7 +85,7 @@ def spread(batch: Any, rows: Rows, *, req_to_token: Tensor) -> None:
     reqs = batch.reqs
     plan_4R = rows.plan([req.output_ids[-1] for req in reqs])
     cached_B = np.array([len(req.origin_input_ids) + len(req.output_ids) - 1 for req in reqs])
-    plan = torch.from_numpy(plan_4R).to(batch.seq_lens.device)  # in one copy
+    plan = on_device(plan_4R, batch.seq_lens.device)  # in one copy
     batch.input_ids, owner_R, place_R, depth_R = plan.unbind(0)
     if rows.drafted:
         owner = rows.owners.tolist()
@@ -149,10 +150,10 @@ class Branches:
         if not homes:
             return
         table, device = self._pool.req_to_token, self._pool.req_to_token.device
-        table[self._borrowed] = table[homes]
-        row_M, column_M, source_M = torch.tensor(moves, device=device).unbind(1)
+        table[on_device(self._borrowed, device)] = table[on_device(homes, device)]
+        row_M, column_M, source_M = on_device(moves, device).unbind(1)
         table[row_M, column_M] = table[row_M, source_M]
-        reader_M, borrowed_M = torch.tensor(readers, device=device).unbind(1)
+        reader_M, borrowed_M = on_device(readers, device).unbind(1)
         batch.req_pool_indices[reader_M] = borrowed_M
 
     def keep(self, req: Any, base: int, tree: DraftTree, path: Sequence[int]) -> None:
@@ -163,7 +164,7 @@ class Branches:
         chosen = set(path)
         order = [*path, *(r for r in range(tree.num_rows) if r not in chosen)]
         span = table[home, base : base + tree.num_rows]
-        span.copy_(span[torch.tensor(order, device=span.device)])
+        span.copy_(span[on_device(order, span.device)])
 
     def give_back(self) -> None:
         self._pool.free_slots.extend(reversed(self._borrowed))
@@ -207,7 +208,7 @@ def begin_plain_round(batch: Any, none: Any) -> None:
 def last_tokens(batch: Any) -> Tensor:
     """int64 [requests]: what the round reads. SGLang carries it over from plain rounds to plain rounds alone."""
     tokens = [req.output_ids[-1] for req in batch.reqs]
-    return torch.tensor(tokens, dtype=torch.int64, device=batch.seq_lens.device)
+    return on_device(tokens, batch.seq_lens.device)
 
 
 def _give_back_reserves(reqs: Iterable[Any], tree_cache: Any) -> None:

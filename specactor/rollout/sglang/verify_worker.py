@@ -33,6 +33,7 @@ from specactor.config import SpeculationConfig
 from specactor.config.speculation import MTP
 from specactor.errors import EngineError
 from specactor.rollout.sglang import draft_runner, head_runner, overlap, responses
+from specactor.rollout.sglang.gpu import on_device
 from specactor.rollout.sglang.model_drafter import ModelDrafter
 from specactor.rollout.sglang.verify_batch import (
     Branches,
@@ -404,7 +405,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         output = result.logits_output
         if output.next_token_logprobs is not None:
             output.next_token_logprobs = output.next_token_logprobs.view(len(paths), width)
-        lengths = torch.from_numpy(num_emitted).to(base.device)
+        lengths = on_device(num_emitted, base.device)
         result.accept_lens = lengths
         result.new_seq_lens = base + lengths
         result.next_draft_input = _Carried()
@@ -415,7 +416,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
 def _keep(result: GenerationBatchResult, rows: NDArray[np.int64]) -> None:
     """Of what the target returned per row, these rows, in this order."""
-    kept = torch.from_numpy(rows).to(result.next_token_ids.device)
+    kept = on_device(rows, result.next_token_ids.device)
     output = result.logits_output
     if output.next_token_logprobs is not None:
         output.next_token_logprobs = output.next_token_logprobs[kept]

@@ -154,13 +154,15 @@ def test_the_target_itself_as_drafter_is_always_right(
 
 @two_ranks_are_deep("twins")
 def test_a_draft_model_in_graphs_drafts_the_same(twins: Engine, dense_dir: str) -> None:
-    """Its passes over one row per text; a graph that keeps the lengths of another batch is caught."""
+    """Its passes over what it has not seen, and over one row per text; a graph that keeps the lengths of another batch
+    is caught."""
     counts_of(twins, speculation(dense_dir, 3, drafter=f"{GRAPHS}:Half"), batch(1.0))  # the module is there
     config = shared(dense_dir, 3)
     with in_graphs(twins, b"draft", beyond=16):
         assert accept_rate(counts_of(twins, config, batch(1.0))) >= 0.999
     with in_graphs(twins, b"draft, stale", beyond=0):
-        assert accept_rate(counts_of(twins, config, batch(1.0))) < 0.9
+        stale = counts_of(twins, config, batch(1.0))
+    assert stale.failures or accept_rate(stale) < 0.9
 
 
 @two_ranks_are_deep("twins")
