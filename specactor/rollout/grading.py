@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 MAX_WORKERS = 8
 """Processes of a rank: so many verifiers that hang at once hold up the others."""
 GROW_S = 2.0
-"""Another process is started for responses that wait, after this long since the last: most verifiers need one."""
+"""Another process is started for a response that has waited so long: most verifiers need one."""
+NEW_S = 10.0
+"""So long a process may take for its first answer, which waits for the verifier's imports, until others are started."""
 START_S = 60.0
 GRACE_S = 1.0
 """Beyond its time, until the process of a verifier that has not answered is ended."""
@@ -86,6 +88,7 @@ class _Asked:
     job: Job
     is_async: bool
     verdict: Future[Scored] = field(default_factory=Future)
+    since_s: float = field(default_factory=time.monotonic)
     alone: bool = False
     """It was beside one that ended its process, and must not be again."""
 
@@ -101,7 +104,9 @@ class Grading:
         self._timeout_s, self._log_file, self._most = timeout_s, log_file, most
         self._changed = threading.Condition()
         self._waiting: deque[_Asked] = deque()
-        self._idle, self._grown_s, self._closed = 0, -math.inf, False
+        self._idle, self._closed = 0, False
+        self._new_until_s = -math.inf
+        """Until then no other process is started: the newest may be importing, or has just begun to answer."""
         self._verdicts: dict[str, Future[Scored]] = {}
         """Of this rollout's responses, by request."""
         self._hung: Counter[str] = Counter()
@@ -175,14 +180,17 @@ class Grading:
     def _grow(self) -> None:
         """Start another thread with a process where responses wait; the lock is held."""
         now, begun = time.monotonic(), len(self._threads)
-        if self._waiting and not self._idle and begun < self._most and now - self._grown_s >= GROW_S:
-            self._grown_s = now
+        if not self._waiting or self._idle or begun >= self._most or now < self._new_until_s:
+            return
+        if not begun or now - self._waiting[0].since_s >= GROW_S:
+            self._new_until_s = now + NEW_S
             self._threads.append(threading.Thread(target=self._work, name=f"grading-{begun}", daemon=True))
             self._threads[-1].start()
 
     def _work(self) -> None:
         """Ask a process of this thread's own one question after the other."""
         child: ChildProcess[Answer] | None = None
+        is_new = True
         while asked := self._next():
             left = dict(enumerate(asked))
             kind = why = ""
@@ -194,6 +202,8 @@ class Grading:
                         answer = self._answer(call, deadline)
                         self._hung[asked[answer.job].job.problem.verifier] = 0
                         left.pop(answer.job).verdict.set_result(answer)
+                        if is_new:
+                            is_new, self._new_until_s = False, time.monotonic() + GROW_S
                 continue
             except TimeoutError:
                 kind, why = "no answer in time", f"no answer within {self._timeout_s:g} s"

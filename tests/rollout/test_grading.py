@@ -163,6 +163,15 @@ def test_at_most_so_many_processes_and_one_where_one_is_enough() -> None:
         assert len(grading._threads) <= 2
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_none_waits_for_another_process_while_the_first_imports(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """The other version starts one, which the last response waits for, after the first has answered."""
+    monkeypatch.setattr(module, "NEW_S", 1e9 if waits else 0.0)
+    with Grading(timeout_s=60.0, most=3) as grading:
+        assert scores([grading.submit("7", problem("exact_later")) for _ in range(2)]) == [1.0] * 2
+        assert (len(grading._threads) == 1) == waits
+
+
 def test_a_problem_comes_as_it_is(grading: Grading) -> None:
     whole = problem("is_whole", pair=(1, (2, "x")), map={"1": [2, (3,)]}, text="é")
     assert scores([grading.submit("", whole)]) == [1.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sys
 import time
@@ -64,3 +65,14 @@ async def waits(response: str, problem: Problem) -> float:
 async def blocks(response: str, problem: Problem) -> float:
     """Does not wait but hold its process, if it is asked to."""
     return hangs(response, problem) if response == "hang" else 2.0
+
+
+@functools.cache
+def _imported() -> None:
+    """Stand for what a verifier loads before its first answer."""
+    time.sleep(4.0)
+
+
+def exact_later(response: str, problem: Problem) -> float:
+    _imported()
+    return float(response == problem.answer)
