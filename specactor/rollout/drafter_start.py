@@ -157,6 +157,14 @@ def draft_shape(folder: str) -> ModelShape:
             "Remove num_nextn_predict_layers from a copy's config.json; the policy's own layer drafts with the drafter "
             "mtp.",
         )
+    if shape.num_experts:
+        raise ConfigError.at(
+            "rollout.speculation.draft_model",
+            f"a mixture of {shape.num_experts} experts ({folder})",
+            "a dense model",
+            "Beside the policy SGLang leaves such a model's weights as they happen to be. Make a dense one of the policy: "
+            "specactor drafter init.",
+        )
     return shape
 
 

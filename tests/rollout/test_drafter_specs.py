@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -279,6 +280,14 @@ def test_a_draft_model_that_is_not_there(tmp_path: Path) -> None:
     made = config(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"^rollout.speculation.draft_model: got .*, expected the folder of"):
+        make_specs(made, HOST, max_position=30, log_dir=tmp_path)
+
+
+def test_a_draft_model_of_experts(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_experts": 8}))
+    with pytest.raises(ConfigError, match=r"got 'a mixture of 8 experts .*, expected a dense model"):
         make_specs(made, HOST, max_position=30, log_dir=tmp_path)
 
 
