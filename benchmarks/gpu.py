@@ -6,6 +6,7 @@ probe   versions, memory, speed of copies
 kernels our own kernels beside the CPU's tokens, and a row's bits alone and in company
 exact   the same requests alone, in batches, in CUDA graphs and without, with drafts: tokens and log-probabilities
 rows    seconds of a round by requests and draft tokens
+speed   tokens/s with drafts of a known acceptance over plain ones, in turns
 sync    pushes of weights, beside memcpy
 job     a short quickstart with and without speculation: the same metrics
 
@@ -34,7 +35,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import dialled
+from benchmarks import dialled, gpu_speed
 from benchmarks.disturbed_run import compared
 from benchmarks.results import machine
 from benchmarks.weights_sync import measure as measure_push
@@ -313,6 +314,17 @@ def rows(bench: Bench) -> Found:
     return {f"{cell.requests} x {cell.window}": 1e3 * median(seconds) for cell, seconds in found.items() if seconds}
 
 
+def speed(bench: Bench) -> Found:
+    """Return tokens/s by requests and window, and how many tokens and log-probabilities differ."""
+    largest = max(bench.size.windows)
+    return gpu_speed.speed(
+        bench,
+        lambda config: _configure(bench.speculating, config),
+        lambda window: drafting(window, largest),
+        differences,
+    )
+
+
 def sync(bench: Bench) -> Found:
     """Return seconds and GB/s of pushes from one trainer rank into one engine, beside memcpy."""
     bench.close()
@@ -367,6 +379,7 @@ STAGES: dict[str, Callable[[Bench], Found]] = {
     "kernels": kernels,
     "exact": exact,
     "rows": rows,
+    "speed": speed,
     "sync": sync,
     "job": job,
 }
@@ -418,6 +431,13 @@ def verdict(found: dict[str, Found]) -> list[tuple[str, str]]:
             text = f"DIFFERENT: {text}" if wrong else f"{len(of)} cases equal, bit for bit"
         elif name == "rows":
             text = ", ".join(f"{case}: {ms:.2f} ms" for case, ms in of.items())
+        elif name == "speed":
+            medians = {n: {w: median(of_w) for w, of_w in ways.items()} for n, ways in of["rates"].items()}
+            text = "; ".join(
+                f"{n} requests: {ways['0']:.0f} tokens/s, "
+                + ", ".join(f"window {w} {rate / ways['0']:.2f}" for w, rate in ways.items() if w != "0")
+                for n, ways in medians.items()
+            )
         elif name == "sync":
             text = f"{median(of['gb_per_s']):.2f} GB/s, memcpy {median(of['memcpy_gb_per_s']):.2f}"
         else:
@@ -430,6 +450,7 @@ def is_right(found: dict[str, Found]) -> bool:
     """Whether all stages went through, and nothing differed."""
     cases = [found.get(name, {}).values() for name in ("exact", "kernels", "job")]
     wrong = any(case["differ"] or case["bits"] for part in cases for case in part if isinstance(case, dict))
+    wrong |= bool(found.get("speed", {}).get("differ", 0))
     return not wrong and not any("error" in of for of in found.values())
 
 

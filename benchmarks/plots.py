@@ -431,6 +431,14 @@ def owned(axes: Axes, rows: Sequence[Row]) -> None:
     axes.legend(frameon=False)
 
 
+def by_window(axes: Axes, rows: Sequence[Row]) -> None:
+    names = {name: f"window {name.rpartition(' ')[2]}" for name in rows[0] if name.startswith("window")}
+    dots(
+        axes, [f"{row['requests']} requests" for row in rows], {n: column(rows, c) for c, n in names.items()}, line=1.0
+    )
+    axes.set(xlabel="times plain decoding's speed")
+
+
 def recycled(axes: Axes, rows: Sequence[Row]) -> None:
     """Held-out accuracy by step, means over seeds: a colour per number of visits, a line style per task."""
     tasks, kinds = dict.fromkeys(column(rows, "task")), dict.fromkeys(column(rows, "visits"))
@@ -477,6 +485,7 @@ PLOTS = {
     "recycled_noise": Plot(recycled, "Held-out accuracy by the visits that share noise, means over seeds"),
     "overlap": Plot(launched_ahead, "Speed with plain rounds launched ahead", 1.8),
     "head_training": Plot(head_training, "accept_length of heads over a run", 3.0),
+    "gpu": Plot(by_window, "Speed over plain decoding on an H100, by requests and window", 2.2),
     "quickstart_speed": Plot(warmed_up, "Rollout speed over plain", 1.8),
 }
 """By page, of which one may not have been measured yet."""

@@ -162,8 +162,8 @@ def draft_shape(folder: str) -> ModelShape:
             "rollout.speculation.draft_model",
             f"a mixture of {shape.num_experts} experts ({folder})",
             "a dense model",
-            "Beside the policy SGLang leaves such a model's weights as they happen to be. Make a dense one of the policy: "
-            "specactor drafter init.",
+            "Beside the policy SGLang leaves such a model's weights as they happen to be. Make a dense one of the "
+            "policy: specactor drafter init.",
         )
     return shape
 

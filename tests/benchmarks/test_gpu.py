@@ -20,7 +20,8 @@ def test_all_stages_go_through_without_a_gpu(tmp_path: Path) -> None:
     found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in gpu.STAGES}
     assert found["exact"]["acceptance 0.9, window 4"]["accepted"] > found["exact"]["acceptance 0, window 4"]["accepted"]
     assert {"1 x 0", "8 x 4"} <= set(found["rows"])
-    assert found["job"]["steps"] == 2
+    assert found["job"]["float32"]["steps"] == 2
+    assert {"1", "3", "8"} == set(found["speed"]["rates"])
 
 
 @pytest.mark.processes
@@ -58,8 +59,9 @@ def test_what_differs_is_told_and_fails(wrong: str) -> None:
     [(_, text)] = gpu.verdict(found)
     assert text.startswith("DIFFERENT: without graphs: ")
     assert not gpu.is_right(found)
-    assert gpu.is_right({"exact": {"batches of 3": EQUAL}, "job": {"steps": 2, "differ": 0}})
-    assert not gpu.is_right({"job": {"steps": 2, "differ": 1}})
+    assert gpu.is_right({"exact": {"batches of 3": EQUAL}, "job": {"float32": {"steps": 2, "differ": 0, "bits": 0}}})
+    assert not gpu.is_right({"job": {"float32": {"steps": 2, "differ": 1, "bits": 0}}})
+    assert not gpu.is_right({"speed": {"differ": 1, "rates": {}}})
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:

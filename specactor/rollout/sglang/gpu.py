@@ -6,13 +6,12 @@ are equal. Left alone, SGLang would capture graphs of requests that bring all th
 one decode row is broadcast into such a graph without an error, and gives wrong tokens.
 
 `tiles` is SGLang's Triton backend, which decodes by `kernels`. Prefills, lists of keys and buffers of graphs are
-SGLang's. Not run on a GPU yet.
+SGLang's.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +25,7 @@ from specactor.errors import EngineError
 
 def install() -> None:
     """Register the hooks with SGLang's plugin registry. Call it from a plugin."""
-    if torch.cuda.is_available() and importlib.util.find_spec("torch_memory_saver") is not None:
+    if torch.cuda.is_available():
         _keep_graphs_releasable()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -57,9 +56,10 @@ def _keep_graphs_releasable() -> None:
     Megatron's module for inference, which SGLang's dumper imports where Megatron is installed, sets the other one.
     """
     import sglang.srt.debug_utils.dumper  # noqa: F401  (before, not after)
-    from torch_memory_saver import torch_memory_saver  # type: ignore[import-not-found,unused-ignore]
+    from sglang.srt.utils import torch_memory_saver_adapter as adapter
 
-    torch_memory_saver.hook_mode = "preload"
+    if saver := getattr(adapter, "_memory_saver", None):  # there is none where the package is missing
+        saver.hook_mode = "preload"
 
 
 @contextmanager
