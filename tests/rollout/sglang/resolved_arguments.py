@@ -47,6 +47,7 @@ def main(model_dir: str) -> None:
         found[mode] = {
             "decode": str(graphs.decode.backend),
             "prefill": str(graphs.prefill.backend),
+            "most rows": max(graphs.decode.bs),
             "rows": view.speculative_num_draft_tokens,
             "attention": [view.attention_backend, view.disable_radix_cache],
         }

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from specactor.config import SpeculationConfig
+from specactor.config import EngineConfig, SpeculationConfig
 from specactor.cpu import sglang as cpu
-from specactor.rollout.sglang.backend import server_args
+from specactor.rollout.sglang.backend import graph_sizes, server_args
 from specactor.rollout.sglang.engine_protocol import EngineSpec
 from tests.lib.scripts import found_by
 
@@ -80,6 +80,24 @@ def test_engines_have_graphs_of_decoding_and_none_of_prefills(on_hopper: dict[st
 def test_sglang_takes_attention_in_tiles_for_a_deterministic_engine_on_gpus(on_hopper: dict[str, Any]) -> None:
     tiles, triton = (on_hopper["arguments"][mode] for mode in ("coupled, tiles", "coupled"))
     assert tiles == triton | {"attention": ["tiles", triton["attention"][1]]}
+
+
+def test_graphs_reach_to_all_rows_of_a_verification(on_hopper: dict[str, Any]) -> None:
+    """Left alone, SGLang has none for more rows than requests may run, of which a round has nine times as many."""
+    arguments, requests = on_hopper["arguments"], EngineConfig().max_running_requests
+    assert arguments["off"]["most rows"] == requests
+    for mode in ("coupled", "auto", "coupled, tiles"):
+        assert arguments[mode]["most rows"] == arguments[mode]["rows"] * requests == 9 * requests
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 9, 255, 256, 257, 264, 640, 2304])
+def test_a_round_computes_few_rows_beyond_its_own(most: int) -> None:
+    sizes = graph_sizes(most)
+    assert sizes == sorted({*sizes})
+    assert sizes[-1] == most
+    for rows in range(1, most + 1):
+        taken = next(size for size in sizes if size >= rows)
+        assert taken - rows <= max(7, rows // 8 + 8)
 
 
 def test_a_graph_of_wider_requests_would_take_a_row_without_an_error(on_hopper: dict[str, Any]) -> None:
