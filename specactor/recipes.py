@@ -197,8 +197,8 @@ def _rename(plain: dict[str, Any]) -> None:
             found[name] = list(filter(None, [found[name]]))
     model, data, algorithm = (_section(plain, name) for name in ("model", "data", "algorithm"))
     tiny, usual = model.get("tiny"), asdict(TinyModelConfig())
-    if isinstance(tiny, dict) and tiny == {**usual, "num_layers": tiny.get("num_layers")}:
-        model["path"] = "tiny" if model.pop("tiny") == usual else f"tiny:{tiny['num_layers']}"
+    if isinstance(tiny, dict) and usual | tiny == {**usual, "num_layers": tiny.get("num_layers")}:
+        model["path"] = "tiny" if usual | model.pop("tiny") == usual else f"tiny:{tiny['num_layers']}"
     if isinstance(algorithm.get("dynamic_sampling"), bool):
         by = algorithm.pop("group_filter", "") or "unequal"
         algorithm["dynamic_sampling"] = by if algorithm["dynamic_sampling"] else "off"

@@ -80,6 +80,8 @@ def of_job(
     tokens = config.train.tokens_per_microbatch / layout.context
     engine = config.rollout.engine
     static = engine.memory_fraction * device_bytes
+    speculation = config.rollout.speculation
+    of_rounds = engine.max_running_requests * (1 if speculation.mode == "off" else speculation.max_window + 1)
     weights = width * shape.params / config.parallel.engine_tensor
     buckets = 2.0 * config.weights_sync.bucket_bytes
     rows: dict[str, dict[Phase, float]] = {
@@ -91,13 +93,14 @@ def of_job(
         "logits": {"train": LOGIT_BYTES * (1 + shape.mtp_layers) * tokens * shape.vocab / layout.tensor},
         "policy, engine": {"rollout": weights, "sync": weights},
         "keys and values": dict.fromkeys(("rollout", "sync"), max(0.0, static - weights)),
+        "rounds' logits": {"rollout": 4.0 * of_rounds * shape.vocab},  # of the largest CUDA graph, in float32
         "buckets": {"sync": buckets},
         "overhead": dict.fromkeys(PHASES, OVERHEAD_BYTES),
     }
     if config.algorithm.advantage == "gae":
         # Its weights leave the device, too. Too much is counted: all of an output layer, and an MTP layer.
         rows["critic"] = dict(rows["optimizer"]) | {"train": (width + GRADIENT_BYTES) * held + optimizer}
-    mtp = shape.mtp_layers if config.rollout.speculation.uses_mtp else 0
+    mtp = shape.mtp_layers if speculation.uses_mtp else 0
     if drafts or mtp:
         # Their keys and values are in the same pool (`draft_runner`); weights are there before the pool is made.
         in_all = sum(draft.weights_bytes for draft in drafts) + (width * shape.mtp_params if mtp else 0)
