@@ -68,12 +68,12 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
     def rate(self) -> float:
         """Share of all positions but the first where it is right after a right token."""
-        coins = [
-            self._coin(int(seed), at) < self.own(int(seed))
-            for seed, right in self.outputs.items()
-            for at in range(1, len(right))
-        ]
+        coins = [self.is_right(int(seed), at) for seed, right in self.outputs.items() for at in range(1, len(right))]
         return sum(coins) / len(coins) if coins else self.acceptance
+
+    def is_right(self, seed: int, position: int) -> bool:
+        """Whether the first choice is right there, if those before it are."""
+        return self._coin(seed, position) < self.own(seed)
 
     def own(self, seed: int) -> float:
         """The acceptance of one request."""

@@ -326,7 +326,9 @@ def verdict(rows: Sequence[Sequence[str]]) -> str:
 
 def beside_predictions(rows: Sequence[Sequence[str]], known: Mapping[str, Setting]) -> list[list[str]]:
     """Return rows with what the simulator predicts of their setting and mode."""
-    predicted = {name: paced_prediction.over_off(known[name]) for name in dict.fromkeys(row[0] for row in rows)}
+    place = MEASURED.index("between, ms per pass")
+    host_s = {row[0]: number(row[place]) / 1e3 for row in rows if row[1] == "off"}
+    predicted = {name: paced_prediction.over_off(known[name], host_s[name]) for name in host_s}
     found = []
     for row in rows:
         ratio = predicted[row[0]].get("decoupled" if row[1] == FIRST_ALONE else row[1])

@@ -1,12 +1,15 @@
 """What the simulator predicts of a paced setting, from its cost tables, acceptance and devices. PURE.
 
-A group of devices is one device of the simulator. It knows no second choices: all decoupled contestants are predicted
-alike. Rounds of its decoupled engines last until windows are there; those of real engines take what is there.
+A group of devices is one device of the simulator. It is told what the coins of each request say, since in few batches
+the slowest request decides; it knows no second choices: all decoupled contestants are predicted alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from math import sqrt
 from statistics import fmean, median
 
 import numpy as np
@@ -21,8 +24,8 @@ from specactor.simulator.requests import Method, Requests, World
 from specactor.simulator.rollout import simulate
 
 DRAFTER = "dialled"
-BATCHES = 2  # whose requests' acceptance is told
-SEEDS = 5  # simulations of each; which requests are lucky is drawn
+BATCHES = 2  # of requests whose coins are known
+WINDOWS = (2, 4, 8)  # over which a request's luck is averaged
 MESSAGES_S = 1e-3  # from an engine to its drafter and back, on this machine
 POLICIES = {
     "off": Policy(mode="off", max_window=MAX_WINDOW),
@@ -33,27 +36,47 @@ POLICIES = {
 
 def over_off(setting: Setting, host_s: float = 0.0) -> dict[str, float]:
     """Return predicted tokens/s over plain decoding, by mode; `host_s`: between two passes, dilated."""
-    batches = [rates(setting, batch) for batch in range(BATCHES)]
+    batches = [Known.of(setting, batch) for batch in range(BATCHES)]
     seconds = {
-        mode: fmean(
-            _seconds(setting, policy, rate_N, host_s / setting.pace.dilation, (seed, batch))
-            for seed in range(SEEDS)
-            for batch, rate_N in enumerate(batches)
-        )
+        mode: fmean(_seconds(setting, policy, known, host_s / setting.pace.dilation) for known in batches)
         for mode, policy in POLICIES.items()
     }
     return {mode: seconds["off"] / own for mode, own in seconds.items()}
 
 
-def rates(setting: Setting, batch: int) -> NDArray[np.float64]:
-    """Return the acceptance of each request of a batch."""
-    script = script_of(setting, second=0.0)
-    return np.array([script.own(request.seed) for request in requests(setting, batch)])
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Known:
+    """What the coins of a batch say of each of its N requests."""
+
+    rates: NDArray[np.float64]  # [N], acceptance
+    lucks: NDArray[np.float64]  # [N], see `Requests.luck`
+
+    @classmethod
+    def of(cls, setting: Setting, batch: int) -> Known:
+        script = script_of(setting, second=0.0)
+        rates, lucks = [], []
+        for request in requests(setting, batch):
+            rates.append(script.own(request.seed))
+            right = [script.is_right(request.seed, at) for at in range(1, request.sampling.max_new_tokens)]
+            lucks.append(fmean(luck(right, rates[-1], window) for window in WINDOWS))
+        return cls(rates=np.array(rates), lucks=np.array(lucks))
 
 
-def _seconds(
-    setting: Setting, policy: Policy, rate_N: NDArray[np.float64], host_s: float, seed: tuple[int, int]
-) -> float:
+def luck(right: Sequence[bool], rate: float, window: int) -> float:
+    """Return the luck with which `Progress` needs as many rounds of this window as these coins do."""
+    depth_W = np.arange(1, window + 1)
+    survival_W = rate**depth_W
+    accepted = float(survival_W.sum())
+    mean, variance = 1.0 + accepted, float((2.0 * depth_W - 1.0) @ survival_W) - accepted**2
+    at = rounds = 0
+    while at < len(right):
+        at += 1 + sum(1 for _ in takewhile(bool, right[at : at + window]))
+        rounds += 1
+    beyond = ((variance + mean**2) / mean - 1.0) / 2.0
+    return (len(right) + beyond - rounds * mean) / sqrt(rounds * variance)
+
+
+def _seconds(setting: Setting, policy: Policy, known: Known, host_s: float) -> float:
     pace, rate = setting.pace, setting.acceptance
     method = Method(rate=rate, decay=1.0, spread=1.0)
     elsewhere = DrafterEngine(devices=1, seconds=pace.draft)
@@ -69,9 +92,9 @@ def _seconds(
         Requests(
             lengths=np.full(setting.batch, setting.tokens - 1),
             groups=np.arange(setting.batch),
-            odds=rate_N / (1.0 - rate_N) * (1.0 - rate) / rate,
+            odds=known.rates / (1.0 - known.rates) * (1.0 - rate) / rate,
+            luck=known.lucks,
         ),
-        seed=seed,
     ).seconds
 
 
@@ -94,7 +117,7 @@ def errors(rows: Sequence[Sequence[str]], measured: int, simulated: int) -> str:
     ]
     typical = 100 * median(abs(error) for _, error in cells)
     return (
-        "The simulator was given the cost tables, acceptance and devices of each setting. Median error of tokens/s "
-        f"over off, {len(cells)} cells: {typical:.0f} %; {'; '.join(parts)}. It leaves out the machine's own time "
-        "between passes, and its decoupled rounds wait for windows, where real ones take what is there."
+        "The simulator was given the cost tables, each request's acceptance and how lucky its coins are, and the time "
+        f"between two passes of plain decoding. Median error of tokens/s over off, {len(cells)} cells: {typical:.0f} %; "
+        f"{'; '.join(parts)}. It leaves out what speculation adds between passes, and second choices."
     )

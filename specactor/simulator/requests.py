@@ -106,6 +106,7 @@ class Requests:
     lengths: Ints  # [N], tokens
     groups: Ints  # [N], of a prompt each
     odds: Floats  # [N], of being accepted, over the median request's; all methods find the same text easy
+    luck: Floats | None = None  # [N], standard deviations by which more is accepted than on average; None: drawn
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -110,8 +110,8 @@ class Rollout:
         self.requests, self.age, self.rng = requests, age, np.random.default_rng([*seed, 1])
         self.ids = [str(i) for i in range(len(requests))]
         self.sequences = [DraftSequence(request_id=name, prompt_ids=()) for name in self.ids]
-        luck_N = np.random.default_rng([*seed, 2]).standard_normal(len(requests))
-        self.progress = Progress(requests.lengths, luck_N)
+        drawn_N = np.random.default_rng([*seed, 2]).standard_normal(len(requests))
+        self.progress = Progress(requests.lengths, drawn_N if requests.luck is None else requests.luck)
         self.finish_N: Floats = np.full(len(requests), np.nan)
         option = next(v for v in options.verifiers if v.devices == plan.verifiers.devices_each)
         self.remote = self._remote()
