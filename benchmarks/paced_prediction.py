@@ -116,8 +116,9 @@ def errors(rows: Sequence[Sequence[str]], measured: int, simulated: int) -> str:
         if found
     ]
     typical = 100 * median(abs(error) for _, error in cells)
+    said = "; ".join(parts) + ". It leaves out what speculation adds between passes, and second choices."
     return (
         "The simulator was given the cost tables, each request's acceptance and how lucky its coins are, and the time "
-        f"between two passes of plain decoding. Median error of tokens/s over off, {len(cells)} cells: {typical:.0f} %; "
-        f"{'; '.join(parts)}. It leaves out what speculation adds between passes, and second choices."
+        "between two passes of plain decoding. Median error of tokens/s over off, "
+        f"{len(cells)} cells: {typical:.0f} %; {said}"
     )
