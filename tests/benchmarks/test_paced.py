@@ -13,6 +13,7 @@ from benchmarks import paced, paced_clock, paced_devices, paced_prediction
 from benchmarks.dialled import Script
 from benchmarks.paced_devices import DisturbedError, Setting, flat, published, script_of, shortened, started
 from benchmarks.paced_engine import Pace as DevicePace
+from benchmarks.paced_engine import size
 from benchmarks.results import stored
 from specactor.config import SpeculationConfig
 from specactor.planning.plans import Pace, running
@@ -29,6 +30,15 @@ def test_a_pace_is_the_roofline_times_the_dilation() -> None:
     assert 0.05 < pace.pass_s(8, 8) < 0.1  # 64 GB of weights at 4 x 2.8 TB/s, and keys
     assert pace.step_s(16)[0] < 0.1 * pace.pass_s(1, 1)
     assert msgspec.json.decode(msgspec.json.encode(pace), type=DevicePace) == pace
+
+
+def test_a_verification_is_paced_by_its_requests_and_rows() -> None:
+    """Wrong was: every row a request of its own, which reads its own keys."""
+    assert size(["a", "b"]) == (2, 2)
+    names = [name for name in map(str, range(64)) for _ in range(4)]
+    assert size(names) == (64, 256)
+    pace = published("Qwen2.5-32B", "Qwen2.5-1.5B", "H100", devices=8, context=1024, most=64, dilation=1.0)
+    assert pace.pass_s(*size(names)) < 0.8 * pace.pass_s(256, 256)
 
 
 def test_second_choices_are_right_as_often_as_dialled() -> None:
