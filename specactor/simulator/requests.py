@@ -237,8 +237,9 @@ def _verify_s(table: CostTable, requests: int, drafted_B: Floats) -> float:
     return table.verify_s(requests, requests + drafted) if drafted > 0 else table.plain_s(requests)
 
 
-ROUNDS_FOUND = 6  # longer rounds have more rows, which make them longer: so often both are found anew
-STEPS_PER_TOKEN, STEPS_PER_RATE = 16, 50
+ROUNDS_FOUND, SETTLED = 4, 0.01  # longer rounds have more rows, which make them longer: both are found anew, so often
+ALIKE = 4  # groups of requests of about equal acceptance, each of which has one share
+STEPS_PER_TOKEN, STEPS_PER_RATE = 8, 50
 """How finely tokens of a round and acceptances are told apart where what is there is kept for the next time."""
 
 
@@ -249,16 +250,19 @@ def _shares_there(
     requests, width = survival_BW.shape
     window = int(window_B[ahead_B].max())
     share_BW = np.ones((requests, width))
+    ahead = np.flatnonzero(ahead_B)
+    groups = np.array_split(ahead[survival_BW[ahead, 0].argsort(kind="stable")], min(ALIKE, len(ahead)))
     step_BW = survival_BW.copy()
     step_BW[:, 1:] /= np.maximum(survival_BW[:, :-1], 1e-12)
-    keys = [tuple(row) for row in np.round(step_BW[ahead_B] * STEPS_PER_RATE).astype(int).tolist()]
+    keys = [tuple(np.round(step_BW[group].mean(axis=0) * STEPS_PER_RATE).astype(int).tolist()) for group in groups]
     drafted_B, round_s = np.where(ahead_B, 0, window_B).astype(np.float64), 0.0
     for _ in range(ROUNDS_FOUND if window else 0):
         before_s, round_s = round_s, _verify_s(table, requests, drafted_B) + draft_s
-        if abs(round_s - before_s) <= 0.005 * round_s:
+        if abs(round_s - before_s) <= SETTLED * round_s:
             break
         drafted, afresh = (round(STEPS_PER_TOKEN * tokens) for tokens in remote.drafted(round_s, window))
-        share_BW[ahead_B] = [_there(key, window, drafted, afresh, 2 * (width - 1)) for key in keys]
+        for key, group in zip(keys, groups, strict=True):
+            share_BW[group] = _there(key, window, drafted, afresh, 2 * (width - 1))
         share_BW *= np.arange(1, width + 1) <= window_B[:, None]
         drafted_B = share_BW.sum(axis=1)
     return share_BW
