@@ -80,6 +80,14 @@ def test_the_page_names_who_wins() -> None:
     assert "in 1 of 2 settings" in said
     assert "2.00 beside 1.50 times plain decoding (one)" in said
     assert "1.00 to 1.25 times" in said
+    assert "text" not in said, "nothing of it was measured"
+    more = [
+        row("one", name, ratio)
+        for name, ratio in zip((paced.AUTO, paced.AUTO_COUPLED, paced.FASTEST), ("1.6", "1.2", "2.4"), strict=True)
+    ]
+    said = paced.verdict([*rows[:3], *more])
+    assert "decoupled drafting has 1.60 to 1.60, coupled drafting 1.20 to 1.20" in said
+    assert "are 1.50 to 1.50 times as fast" in said
 
 
 def test_predictions_are_what_the_formulas_give_without_ends() -> None:
