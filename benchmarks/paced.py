@@ -319,11 +319,12 @@ def verdict(rows: Sequence[Sequence[str]]) -> str:
     best = max(by_setting, key=lambda name: by_setting[name].get("decoupled", 0) / by_setting[name].get("coupled", 1))
     gains = [of["decoupled"] / of[FIRST_ALONE] for of in by_setting.values()]
     worth = f"{min(gains):.2f}" + (f" to {max(gains):.2f}" if len(gains) > 1 else "")
+    text = with_text([of for of in by_setting.values() if AUTO in of])
     return (
         f"Decoupled drafting is faster than coupled drafting on as many devices in {len(wins)} of {len(by_setting)} "
-        f"settings, by more than {100 * (TIE - 1):.0f} %; at best {by_setting[best]['decoupled']:.2f} beside {by_setting[best]['coupled']:.2f} times plain "
-        f"decoding ({best}). Drafting on from second choices makes it {worth} times as "
-        "fast as without." + with_text([of for of in by_setting.values() if AUTO in of])
+        f"settings, by more than {100 * (TIE - 1):.0f} %; at best {by_setting[best]['decoupled']:.2f} beside "
+        f"{by_setting[best]['coupled']:.2f} times plain decoding ({best}). Drafting on from second choices makes it "
+        f"{worth} times as fast as without.{text}"
     )
 
 

@@ -100,7 +100,7 @@ def test_predictions_are_what_the_formulas_give_without_ends() -> None:
     assert predicted["coupled"] == pytest.approx(coupled, rel=0.03)
     slowest = Pace(requests=8, round_s=setting.pace.verify, token_s=0.020, message_s=1e-3, most=16)
     ahead = running([0.8**j for j in range(1, 10)], 8, slowest)
-    assert predicted["decoupled"] == pytest.approx(ahead.tokens, rel=0.03)
+    assert predicted["decoupled"] == pytest.approx(ahead.tokens, rel=0.05)
     assert ahead.ready < 0.7, "rounds take what is there"
     slow = replace(setting, pace=flat(0.080, 0.040))
     assert paced_prediction.over_off(slow)["coupled"] < 0.8 * predicted["coupled"], "the table is what counts"
