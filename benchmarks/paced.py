@@ -19,13 +19,12 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -34,7 +33,6 @@ from benchmarks import paced_prediction
 from benchmarks.paced_devices import (
     MAX_WINDOW,
     Devices,
-    DisturbedError,
     Setting,
     flat,
     published,
@@ -52,12 +50,10 @@ from specactor.rollout.speculation.counters import Counts
 from specactor.trace import chrome_trace
 
 BATCHES = 2  # of requests, decoded one after the other
-TURNS = 3  # of a contestant, of which the first counts that was not disturbed
 DENSE = {"target": "Qwen2.5-32B", "gpu": "H100"}
 EXPERTS = {"target": "Qwen3-235B-A22B", "draft": "Qwen3-0.6B", "gpu": "H200", "devices": 8, "context": 4096}
 
 
-T = TypeVar("T")
 COUPLED, TEXT = "benchmarks.dialled:InEngine", "benchmarks.dialled:Text"
 
 
@@ -216,14 +212,6 @@ def off(devices: Devices) -> tuple[list[float], Seen]:
     emitted = sum(r.sampling.max_new_tokens - 1 for batch in devices.requests for r in batch)
     ones = [1.0] * len(found)
     return found, Seen(ratios=ones, passes=devices.passes(), timed_s=sum(found), emitted=emitted)
-
-
-def undisturbed(take: Callable[[], T]) -> T:
-    """Take a turn, and again where the machine had too much to do."""
-    for _ in range(TURNS - 1):
-        with suppress(DisturbedError):
-            return take()
-    return take()
 
 
 def measured(setting: Setting, repetitions: int, *, timeline: Path | None = None) -> list[list[str]]:

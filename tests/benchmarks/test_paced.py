@@ -196,10 +196,10 @@ def test_a_disturbed_turn_is_taken_again() -> None:
             raise DisturbedError
         return "measured"
 
-    assert paced.undisturbed(take) == "measured"
-    turns = iter([True] * paced.TURNS)
+    assert paced_devices.undisturbed(take) == "measured"
+    turns = iter([True] * paced_devices.TURNS)
     with pytest.raises(DisturbedError):
-        paced.undisturbed(take)
+        paced_devices.undisturbed(take)
 
 
 def replace_acceptance(script: Script) -> Script:
