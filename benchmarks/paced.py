@@ -39,6 +39,7 @@ from benchmarks.paced_devices import (
     script_of,
     shortened,
     started,
+    undisturbed,
 )
 from benchmarks.paced_engine import Passes
 from benchmarks.pictures import draw_timeline, spans
