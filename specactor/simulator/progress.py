@@ -16,6 +16,8 @@ import numpy as np
 
 from specactor.simulator.requests import Floats, Ints, Round
 
+EQUAL = 1e-9  # variance of rounds that all emit as much
+
 
 class Progress:
     def __init__(self, lengths: Ints, luck_N: Floats) -> None:
@@ -35,8 +37,8 @@ class Progress:
 
     def rounds_left(self, running: Ints, of: Round) -> Floats:
         """Return [B]: rounds like this one until each has finished, 0 for one that has."""
-        # The last round emits more than what is left: half of a token-weighted mean round, as in any renewal process.
-        beyond_B = ((of.variance + of.tokens**2) / of.tokens - 1.0) / 2.0
+        # Where rounds vary the last emits more than what is left: half of a token-weighted mean round (renewals).
+        beyond_B = np.where(of.variance > EQUAL, ((of.variance + of.tokens**2) / of.tokens - 1.0) / 2.0, 0.0)
         luck_B, variance_B, done_B = self.luck_N[running], self._variance_N[running], self.done_N[running]
         left_B = self.length_N[running] + beyond_B - done_B - luck_B * np.sqrt(variance_B)
         rounds_B = np.where(left_B > 0, _crossing(left_B, luck_B, variance_B, of), 0.0)
@@ -57,5 +59,5 @@ def _crossing(left_B: Floats, luck_B: Floats, variance_B: Floats, of: Round) -> 
     a_B = of.tokens / own_B
     c_B = a_B * variance_B + luck_B * np.sqrt(variance_B) + left_B
     root_B = (-luck_B + np.sqrt(np.maximum(luck_B**2 + 4.0 * a_B * c_B, 0.0))) / (2.0 * a_B)
-    found_B: Floats = np.where(of.variance > 1e-9, (root_B**2 - variance_B) / own_B, left_B / of.tokens)
+    found_B: Floats = np.where(of.variance > EQUAL, (root_B**2 - variance_B) / own_B, left_B / of.tokens)
     return found_B
