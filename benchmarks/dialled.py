@@ -1,8 +1,9 @@
 """Drafters of known acceptance and cost: they know what the target will emit, and are wrong as often as they are told.
 
-One serves in the engine (`InEngine`), one in a drafter process (`Elsewhere`); both read the `Script` that the
-environment variable SCRIPT, or the drafter's `model_dir`, names. A step computes nothing and takes its time on the
-processor, as a model would, or asleep, as a device would that the processor waits for.
+Two serve in the engine (`InEngine`, and `Text`, which errs elsewhere and costs nothing), one in a drafter process
+(`Elsewhere`); all read the `Script` that the environment variable SCRIPT, or the drafter's `model_dir`, names. A step
+computes nothing and takes its time on the processor, as a model would, or asleep, as a device would that the processor
+waits for.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     acceptance: float  # P(a draft token is right | those before it are), mean over requests
     spread: float = 0.0  # a request's own is up to this much more or less
     second: float = 0.0  # P(the second choice is right | the first is wrong, and those before it right)
+    text: float = 0.5  # the acceptance of the drafter over text
+    text_spread: float = 0.4
+    coins: str = ""  # drafters with other coins err elsewhere
     sleeps: bool = False
     step_s: list[float]  # seconds of one token for 1, 2, .. requests; more cost as many times as the last
     outputs: dict[str, list[int]]  # by the request's seed
@@ -57,26 +61,26 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
         wrong = (token + 1) % 16, (token + 2) % 16
         if position and before != right[position - 1]:
             return wrong
-        coin, own = self._coin(seed, position), self._own(seed)
+        coin, own = self._coin(seed, position), self.own(seed)
         if coin < own:
             return token, wrong[0]
         return wrong[0], token if coin < own + (1.0 - own) * self.second else wrong[1]
 
     def rate(self) -> float:
         """Share of all positions but the first where it is right after a right token."""
-        coins = [
-            self._coin(int(seed), at) < self._own(int(seed))
-            for seed, right in self.outputs.items()
-            for at in range(1, len(right))
-        ]
+        coins = [self.is_right(int(seed), at) for seed, right in self.outputs.items() for at in range(1, len(right))]
         return sum(coins) / len(coins) if coins else self.acceptance
 
-    def _own(self, seed: int) -> float:
+    def is_right(self, seed: int, position: int) -> bool:
+        """Whether the first choice is right there, if those before it are."""
+        return self._coin(seed, position) < self.own(seed)
+
+    def own(self, seed: int) -> float:
         """The acceptance of one request."""
         return self.acceptance + self.spread * (2.0 * self._coin(seed, -1) - 1.0)
 
     def _coin(self, seed: int, position: int) -> float:
-        return xxhash.xxh32_intdigest(f"{seed}:{position}".encode()) / 2**32
+        return xxhash.xxh32_intdigest(f"{self.coins}{seed}:{position}".encode()) / 2**32
 
     def spend(self, requests: int) -> None:
         """The time of one step."""
@@ -110,6 +114,25 @@ class InEngine(Drafter):
                 output = sequences[i].output_ids
                 before = drafts[i][-1] if drafts[i] else output[-1]
                 drafts[i].append(self._script.next_token(sequences[i].seed, len(output) + depth, before))
+        return drafts
+
+
+class Text(Drafter):
+    """Drafts in the engine at no cost, before windows are chosen, as drafters over text do."""
+
+    name = "text"
+
+    def __init__(self) -> None:
+        script = Script.read(os.environ[SCRIPT])
+        self._script = msgspec.structs.replace(script, acceptance=script.text, spread=script.text_spread, coins="text ")
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        drafts: list[list[int]] = []
+        for sequence, window in zip(sequences, windows, strict=True):
+            path = [*sequence.output_ids[-1:]]
+            for depth in range(window):
+                path.append(self._script.next_token(sequence.seed, len(sequence.output_ids) + depth, path[-1]))
+            drafts.append(path[1:])
         return drafts
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,12 @@ class Passes(msgspec.Struct, kw_only=True):
     over_half: int = 0  # passes whose computing took more than half of them
 
 
+def size(names: Iterable[str]) -> tuple[int, int]:
+    """Return (requests, rows) of a pass: a verification has a request once per row."""
+    rows = Counter(names)
+    return len(rows), rows.total()
+
+
 class Paced:
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -72,7 +80,7 @@ class Paced:
             if not batch.forward_mode.is_decode():
                 return forward(itself, batch, *arguments, **named)
             began_s = time.perf_counter()
-            pass_s = self._pace.pass_s(len(batch.reqs), len(batch.seq_lens))
+            pass_s = self._pace.pass_s(*size(req.rid for req in batch.reqs))
             result = forward(itself, batch, *arguments, **named)
             self._ended(time.perf_counter() - began_s, pass_s)
             return result

@@ -229,16 +229,12 @@ def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
     assert 1 <= window <= len(survival), window
     assert pace.token_s > 0, pace
     assert pace.most >= 1, pace
-    onward = survival[window] if len(survival) > window else _next(survival[:window])
-    chain = _Chain(
-        goes_on=(*survival[:window], onward),
-        returns=survival[0],
-        pace=pace,
-    )
+    chain = _Chain(survival, window, most=pace.most)
     low_s, high_s = 0.0, float("inf")
     round_s = pace.round_s.at(pace.requests, 1.0)
     for _ in range(MAX_ITERATIONS):
-        windows_K = chain.windows(round_s)
+        afresh = max(0.0, round_s - pace.message_s) / pace.token_s
+        windows_K = chain.windows(round_s / pace.token_s, afresh)
         found_s = _mean_round_s(pace, windows_K)
         if abs(found_s - round_s) <= SETTLED * round_s:
             break
@@ -253,39 +249,49 @@ def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+def there(survival: Sequence[float], window: int, *, drafted: float, afresh: float, most: int) -> NDArray[np.float64]:
+    """Return [window + 1]: how often a decoupled round that waits for nobody verifies so many tokens of a request.
+
+    Args:
+        drafted: tokens of a request that its drafter makes in a round.
+        afresh: those after a commit that it had not drafted.
+        most: draft tokens that it may be ahead of a commit.
+    """
+    return _Chain(survival, window, most=most).windows(drafted, afresh)
+
+
 class _Chain:
     """Markov chain with states 0, 1, .., most tokens in stock beyond the commit, then lost."""
 
-    goes_on: tuple[float, ...]  # [K]: P(k draft tokens and the one after them are right)
-    returns: float  # P(the first token is right | the last was not): as after any
-    pace: Pace
+    def __init__(self, survival: Sequence[float], window: int, *, most: int) -> None:
+        onward = survival[window] if len(survival) > window else _next(survival[:window])
+        self._goes_on = (*survival[:window], onward)  # [K]: P(k draft tokens and the one after them are right)
+        self._returns = survival[0]  # P(the first token is right | the last was not): as after any
+        self._most = most
 
-    def windows(self, round_s: float) -> NDArray[np.float64]:
+    def windows(self, drafted: float, afresh: float) -> NDArray[np.float64]:
         """[K]: P(a round verifies k tokens of a request)."""
-        share_S = _stationary(self._moves(round_s))
-        window = len(self.goes_on) - 1
+        share_S = _stationary(self._moves(drafted, afresh))
+        window = len(self._goes_on) - 1
         windows_K = np.zeros(window + 1)
-        np.add.at(windows_K, np.minimum(np.arange(self.pace.most + 1), window), share_S[:-1])
+        np.add.at(windows_K, np.minimum(np.arange(self._most + 1), window), share_S[:-1])
         windows_K[0] += share_S[-1]
         return windows_K
 
-    def _moves(self, round_s: float) -> NDArray[np.float64]:
+    def _moves(self, drafted: float, afresh: float) -> NDArray[np.float64]:
         """[S][S]: P(from this state to that one)."""
-        most, window = self.pace.most, len(self.goes_on) - 1
+        most, window = self._most, len(self._goes_on) - 1
         lost = most + 1
         moves_SS = np.zeros((most + 2, most + 2))
-        drafted = round_s / self.pace.token_s
         for stock in range(most + 1):
             k = min(window, stock)
             for tokens, share in _whole(drafted):
                 after = min(most, stock + tokens) - (k + 1)
-                moves_SS[stock, max(0, after)] += self.goes_on[k] * share
-            moves_SS[stock, lost] += 1.0 - self.goes_on[k]
-        afresh = max(0.0, round_s - self.pace.message_s) / self.pace.token_s
-        moves_SS[lost, lost] += 1.0 - self.returns
+                moves_SS[stock, max(0, after)] += self._goes_on[k] * share
+            moves_SS[stock, lost] += 1.0 - self._goes_on[k]
+        moves_SS[lost, lost] += 1.0 - self._returns
         for tokens, share in _begun(afresh):
-            moves_SS[lost, min(most, tokens) - 1 if tokens else lost] += self.returns * share
+            moves_SS[lost, min(most, tokens) - 1 if tokens else lost] += self._returns * share
         return moves_SS
 
 

@@ -117,7 +117,11 @@ class Decider:
         """Decide for each request; `served`: requests of this engine's remote drafter."""
         requests = len(sequences)
         if not self.adapts:
-            return _same(self.plan.draft, requests)
+            plan = self.plan.draft
+            if self.remote is not None and plan.mode == "decoupled":
+                choice = self._ahead(sequences, replace(self.remote, served=max(served, 1.0, requests)))
+                plan = replace(plan, window=choice.windows[0])
+            return _same(plan, requests)
         caps = [self.policy.max_window] * requests
         options = {
             name: Option(
@@ -148,13 +152,15 @@ class Decider:
         return most is None or requests <= most
 
     def _ahead(self, sequences: Sequence[DraftSequence], remote: Remote) -> Choice:
-        """Return the best window of those that drafters offer, the same for all requests, and what a round of it should
-        bring: a drafter drafts for all of them in the same steps, so the longest window is what everybody waits for."""
+        """Return the best bound on what a round takes of what is there, the same for all requests, and what such a
+        round should bring."""
         name, table, requests = self.plan.draft.drafter, self.believed.costs, len(sequences)
         survival_BW = self.acceptance[name].survivals([s.request_id for s in sequences], covered=False)
         mode_B = np.full(requests, DECOUPLED)
         found = [
-            round_of(survival_BW, mode_B, np.full(requests, window), table=table, drafter=name, remote=remote)
+            round_of(
+                survival_BW, mode_B, np.full(requests, window), table=table, drafter=name, remote=remote, waits=False
+            )
             for window in range(1, self.policy.max_window + 1)
         ]
         best = max(range(len(found)), key=lambda i: float(found[i].tokens.sum()) / found[i].seconds)

@@ -19,9 +19,9 @@ from specactor.rollout.speculation.costs import Grid
 from specactor.rollout.speculation.fastest_of_n import best_window
 from specactor.rollout.speculation.reconfiguration import MODES, LiveCosts
 from specactor.simulator.decide import Decider, Decision
-from specactor.simulator.requests import Beside, Floats, Ints, Remote, Round, round_of
+from specactor.simulator.progress import Progress
+from specactor.simulator.requests import Beside, Flags, Floats, Ints, Remote, Round, round_of
 
-DONE = 1e-6  # tokens short of its length at which a request has finished
 FIRST_LOOK, LAST_LOOK = 4, 1024
 """Rounds after which an engine decides anew where nothing else happens: at first and when it has changed its mind, and
 later, doubled each time. (A real one decides in every round, mostly the same.)"""
@@ -92,11 +92,11 @@ class Engine:
         )
         self._new += len(new)
 
-    def settle(self, now: float, done_N: Floats) -> None:
+    def settle(self, now: float, progress: Progress) -> None:
         if self.round is None or now <= self.since:
             return
         rounds = (now - self.since) / self.round.seconds
-        done_N[self.running] += rounds * self.round.tokens
+        progress.add(self.running, self.round, rounds)
         self.rounds += rounds
         self.emitted += rounds * float(self.round.tokens.sum())
         self.drafted += rounds * float(self.round.drafted.sum())
@@ -104,7 +104,14 @@ class Engine:
         self.busy_s += now - self.since
         self.since = now
 
-    def remove(self, gone_B: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
+    def lucky(self, tokens: float) -> None:
+        """Count what requests that ended here emitted beyond the mean: accepted of drafts like those before."""
+        self.emitted += tokens
+        if self.accepted > 0:  # without drafts tokens are a rounding error
+            self.drafted *= 1.0 + tokens / self.accepted
+            self.accepted += tokens
+
+    def remove(self, gone_B: Flags) -> Ints:
         """Take these out of the batch; return which."""
         gone = self.running[gone_B]
         self.running = self.running[~gone_B]
@@ -169,12 +176,11 @@ class Engine:
 
         return speed(beside) / speed(None) if beside else 1.0
 
-    def next_s(self, left_B: Floats) -> float:
-        """Return when a request finishes, or it is time to look; `left_B` are tokens."""
+    def next_s(self, rounds_B: Floats) -> float:
+        """Return when a request finishes, or it is time to look; `rounds_B` are left of each."""
         assert self.round is not None
-        rounds = float((left_B / self.round.tokens).min())
         look = self._look - (self.rounds - self.rounds_decided) if self.decider.adapts else LAST_LOOK
-        return self.since + max(min(rounds, max(look, 1.0)), 0.0) * self.round.seconds
+        return self.since + max(min(float(rounds_B.min()), max(look, 1.0)), 0.0) * self.round.seconds
 
 
 def show(

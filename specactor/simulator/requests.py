@@ -11,17 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specactor.errors import PlanError
+from specactor.planning.plans import there
 from specactor.rollout.speculation.costs import CostTable, Grid
 from specactor.rollout.speculation.fastest_of_n import combined
 from specactor.rollout.speculation.reconfiguration import ready
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,7 @@ class World:
 
     methods: Mapping[str, Method]  # by drafter
     start_s: float = 5.0  # from a rollout's begin to the first round: engines take their memory back
+    host_s: float = 0.0  # between two passes of an engine, in which its device has nothing to do
     replan_s: float = 0.002  # seconds of an engine for deciding anew
     rollback_s: float = 0.0005  # of a drafter for going back to the commit, per round in which all requests do
     drafter_start_s: float = 2.0  # until a dry engine can draft for others: weights, prefixes
@@ -92,7 +96,7 @@ class World:
     alike: float = 0.5  # how often methods are right together: see `fastest_of_n.combined`
 
     def __post_init__(self) -> None:
-        least = min(self.start_s, self.replan_s, self.rollback_s, self.drafter_start_s, self.jitter)
+        least = min(self.start_s, self.host_s, self.replan_s, self.rollback_s, self.drafter_start_s, self.jitter)
         if least < 0 or not 0 <= self.alike <= 1:
             raise PlanError(f"world: got {self}, expected seconds and jitter >= 0, and alike in 0..1.")
 
@@ -102,6 +106,7 @@ class Requests:
     lengths: Ints  # [N], tokens
     groups: Ints  # [N], of a prompt each
     odds: Floats  # [N], of being accepted, over the median request's; all methods find the same text easy
+    luck: Floats | None = None  # [N], standard deviations by which more is accepted than on average; None: drawn
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -142,6 +147,11 @@ class Remote:
     message_s: float
     rollback_s: float = 0.0
 
+    def drafted(self, round_s: float, window: int) -> tuple[float, float]:
+        """Return tokens of a request that are drafted in a round, and those after a commit that was not expected."""
+        token_s = self.seconds.at(max(self.served, 1.0), window) / window
+        return round_s / token_s, max(0.0, round_s - self.message_s - self.rollback_s) / token_s
+
     def window_s(self, window: int, restarts: float = 0.0) -> float:
         """Return the seconds from a commit to the next window; `restarts` is the share of requests that go back."""
         return self.seconds.at(max(self.served, 1.0), window + 1) + self.message_s + self.rollback_s * restarts
@@ -161,6 +171,8 @@ class Round:
     seconds: float
     tokens: Floats  # [B]: emitted
     drafted: Floats  # [B]: draft tokens that are verified
+    variance: Floats  # [B]: of the tokens of a round
+    most: Floats  # [B]: tokens of a round
 
 
 def round_of(
@@ -173,37 +185,93 @@ def round_of(
     remote: Remote | None = None,
     beside: Beside | None = None,
     alike: float = 0.5,
+    waits: bool = True,
 ) -> Round:
     """Return the round. The requests verify `drafter`'s tokens, drafted on their devices or, by `remote`, elsewhere.
 
-    A request's method offers window w in a share ready of its rounds (1 on the verifier's devices, `pipelined`
-    elsewhere), so it accepts j tokens or more with probability ready * survival_j.
+    On the verifier's devices a request has its window in every round. Elsewhere a round that `waits` lasts until
+    windows are there, and has them in a share ready of rounds (`pipelined`), so a request accepts j tokens or more with
+    probability ready * survival_j; one that does not wait takes what is there (`there`), as real engines do.
     """
     requests, width = survival_BW.shape
     offered_BW = survival_BW * (np.arange(1, width + 1) <= window_B[:, None])
-    share_B = np.ones(requests)
+    drafted_B = window_B.astype(np.float64)
     ahead_B = mode_B == DECOUPLED
-    if ahead_B.any():
-        share_B = np.where(ahead_B, ready(survival_BW)[np.arange(requests), np.maximum(window_B, 1) - 1], 1.0)
-        offered_BW *= share_B[:, None]
-    drafted_B = share_B * window_B
-    draft_s = elsewhere_s = 0.0
+    elsewhere_s, draft_s = 0.0, 0.0
     here_B = (mode_B == COUPLED) & (window_B > 0)
     if here_B.any():
         draft_s = table.draft_s(drafter, int(here_B.sum()), int(window_B[here_B].max()))
-    if remote is not None and ahead_B.any():
-        elsewhere_s = remote.window_s(int(window_B[ahead_B].max()), float(1.0 - share_B[ahead_B].mean()))
+    if ahead_B.any() and remote is not None and not waits:
+        share_BW = _shares_there(survival_BW, window_B, ahead_B, table=table, remote=remote, draft_s=draft_s)
+        offered_BW *= share_BW
+        drafted_B = np.where(ahead_B, share_BW.sum(axis=1), drafted_B)
+    elif ahead_B.any():
+        share_B = np.where(ahead_B, ready(survival_BW)[np.arange(requests), np.maximum(window_B, 1) - 1], 1.0)
+        offered_BW *= share_B[:, None]
+        drafted_B = share_B * window_B
+        if remote is not None:
+            elsewhere_s = remote.window_s(int(window_B[ahead_B].max()), float(1.0 - share_B[ahead_B].mean()))
     seconds = max(_verify_s(table, requests, drafted_B), elsewhere_s) + draft_s
+    most_B = window_B.astype(np.float64)
     if beside is not None:
         # Nobody waits for its windows: they come in as many rounds as there is time for.
         share_B = ready(beside.survival)[:, beside.window - 1] * min(1.0, seconds / beside.window_s)
         more_BW = beside.survival * share_B[:, None] * (np.arange(1, width + 1) <= beside.window)
         offered_BW = combined(np.stack([offered_BW, more_BW]), alike=alike)
         drafted_B = drafted_B + share_B * beside.window
+        most_B = np.maximum(most_B, beside.window)
         seconds = max(_verify_s(table, requests, drafted_B), elsewhere_s) + draft_s
-    return Round(seconds=seconds, tokens=1.0 + offered_BW.sum(axis=1), drafted=drafted_B)
+    accepted_B = offered_BW.sum(axis=1)
+    squares_B = offered_BW @ (2.0 * np.arange(1, width + 1) - 1.0)  # of the number that is accepted
+    return Round(
+        seconds=seconds,
+        tokens=1.0 + accepted_B,
+        drafted=drafted_B,
+        variance=np.maximum(squares_B - accepted_B**2, 0.0),
+        most=1.0 + most_B,
+    )
 
 
 def _verify_s(table: CostTable, requests: int, drafted_B: Floats) -> float:
     drafted = float(drafted_B.sum())
     return table.verify_s(requests, requests + drafted) if drafted > 0 else table.plain_s(requests)
+
+
+ROUNDS_FOUND, SETTLED = 4, 0.01  # longer rounds have more rows, which make them longer: both are found anew, so often
+ALIKE = 4  # groups of requests of about equal acceptance, each of which has one share
+STEPS_PER_TOKEN, STEPS_PER_RATE = 8, 50
+"""How finely tokens of a round and acceptances are told apart where what is there is kept for the next time."""
+
+
+def _shares_there(
+    survival_BW: Floats, window_B: Ints, ahead_B: Flags, *, table: CostTable, remote: Remote, draft_s: float
+) -> Floats:
+    """Return [B][W]: P(a round verifies j tokens of a request or more); 1 for those that are drafted for here."""
+    requests, width = survival_BW.shape
+    window = int(window_B[ahead_B].max())
+    share_BW = np.ones((requests, width))
+    ahead = np.flatnonzero(ahead_B)
+    groups = np.array_split(ahead[survival_BW[ahead, 0].argsort(kind="stable")], min(ALIKE, len(ahead)))
+    step_BW = survival_BW.copy()
+    step_BW[:, 1:] /= np.maximum(survival_BW[:, :-1], 1e-12)
+    keys = [tuple(np.round(step_BW[group].mean(axis=0) * STEPS_PER_RATE).astype(int).tolist()) for group in groups]
+    drafted_B, round_s = np.where(ahead_B, 0, window_B).astype(np.float64), 0.0
+    for _ in range(ROUNDS_FOUND if window else 0):
+        before_s, round_s = round_s, _verify_s(table, requests, drafted_B) + draft_s
+        if abs(round_s - before_s) <= SETTLED * round_s:
+            break
+        drafted, afresh = (round(STEPS_PER_TOKEN * tokens) for tokens in remote.drafted(round_s, window))
+        for key, group in zip(keys, groups, strict=True):
+            share_BW[group] = _there(key, window, drafted, afresh, 2 * (width - 1))
+        share_BW *= np.arange(1, width + 1) <= window_B[:, None]
+        drafted_B = share_BW.sum(axis=1)
+    return share_BW
+
+
+@lru_cache(maxsize=1 << 16)
+def _there(rates: tuple[int, ...], window: int, drafted: int, afresh: int, most: int) -> tuple[float, ...]:
+    """Return [W]: P(a round has j tokens of a request or more), of rounded rates."""
+    survival = np.cumprod(np.array(rates) / STEPS_PER_RATE).tolist()
+    found_K = there(survival, window, drafted=drafted / STEPS_PER_TOKEN, afresh=afresh / STEPS_PER_TOKEN, most=most)
+    at_least = found_K[::-1].cumsum()[::-1][1:].clip(0.0, 1.0).tolist()
+    return (*at_least, *[0.0] * (len(rates) - window))

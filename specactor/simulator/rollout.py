@@ -22,7 +22,8 @@ from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.fastest_of_n import ranked
 from specactor.rollout.speculation.reconfiguration import LiveCosts
 from specactor.simulator.decide import Decider, Policy, placed
-from specactor.simulator.engine import DONE, Engine, Helper, show
+from specactor.simulator.engine import Engine, Helper, show
+from specactor.simulator.progress import Progress
 from specactor.simulator.requests import (
     DECOUPLED,
     Beside,
@@ -38,6 +39,7 @@ from specactor.simulator.requests import (
 )
 from specactor.types import RolloutRequest, SamplingParams
 
+DONE = 1e-6  # rounds short of its end at which a request has finished
 ROUNDING_S = 1e-6  # by which an event may come early: sums of many small numbers
 HELP_MARGIN = 0.02  # share by which an engine must be predicted to be faster with a helper
 ASKED = 4  # engines with the fewest requests, asked when one runs dry; others ask when they decide
@@ -108,8 +110,8 @@ class Rollout:
         self.requests, self.age, self.rng = requests, age, np.random.default_rng([*seed, 1])
         self.ids = [str(i) for i in range(len(requests))]
         self.sequences = [DraftSequence(request_id=name, prompt_ids=()) for name in self.ids]
-        self.done_N: Floats = np.zeros(len(requests))
-        self.length_N = requests.lengths.astype(np.float64)
+        drawn_N = np.random.default_rng([*seed, 2]).standard_normal(len(requests))
+        self.progress = Progress(requests.lengths, drawn_N if requests.luck is None else requests.luck)
         self.finish_N: Floats = np.full(len(requests), np.nan)
         option = next(v for v in options.verifiers if v.devices == plan.verifiers.devices_each)
         self.remote = self._remote()
@@ -172,7 +174,7 @@ class Rollout:
 
     def _parts(self) -> list[list[int]]:
         """Assign requests as real engines get them: groups stay together."""
-        sampling = SamplingParams(temperature=1.0, max_new_tokens=int(self.length_N.max()))
+        sampling = SamplingParams(temperature=1.0, max_new_tokens=int(self.requests.lengths.max()))
         all_requests = [
             RolloutRequest(request_id=name, prompt_ids=(), sampling=sampling, seed=0, group_id=group)
             for name, group in zip(self.ids, self.requests.groups.tolist(), strict=True)
@@ -186,11 +188,12 @@ class Rollout:
 
     def _turn(self, engine: Engine, now: float) -> None:
         """Handle an engine's event: what finished leaves, what waits begins, what is due is decided."""
-        engine.settle(now, self.done_N)
-        left_B = self.length_N[engine.running] - self.done_N[engine.running]
-        gone = engine.remove(left_B <= DONE)
-        if len(gone):
-            self._finished(engine, gone, now)
+        engine.settle(now, self.progress)
+        if engine.round is not None and len(engine.running):
+            gone_B = self.progress.rounds_left(engine.running, engine.round) <= DONE
+            if gone_B.any():
+                engine.lucky(self.progress.finish(engine.running[gone_B]))
+                self._finished(engine, engine.remove(gone_B), now)
         engine.admit(self.room)
         before = engine.decisions
         if len(engine.running):
@@ -202,7 +205,6 @@ class Rollout:
 
     def _finished(self, engine: Engine, gone: Ints, now: float) -> None:
         self.finish_N[gone] = now
-        self.done_N[gone] = self.length_N[gone]
         self.left -= len(gone)
         for i in gone.tolist():
             engine.decider.forget(self.ids[i])
@@ -213,8 +215,8 @@ class Rollout:
         if decide and (engine.decisions == 0 or (engine.decider.adapts and engine.is_due())):
             self._decide(engine)
         self._set_round(engine)
-        left_B = self.length_N[engine.running] - self.done_N[engine.running]
-        self._push(engine.next_s(left_B), engine)
+        assert engine.round is not None
+        self._push(engine.next_s(self.progress.rounds_left(engine.running, engine.round)), engine)
 
     def _decide(self, engine: Engine) -> None:
         if engine.decider.adapts:
@@ -227,7 +229,7 @@ class Rollout:
         return survivals(
             self.world.methods[method],
             self.requests.odds[which],
-            self.done_N[which],
+            self.progress.done_N[which],
             window=self.policy.max_window + 1,
             age=self.age,
         )
@@ -250,8 +252,9 @@ class Rollout:
             remote=remote,
             beside=self._beside(engine),
             alike=self.world.alike,
+            waits=False,
         )
-        engine.set_round(replace(found, seconds=found.seconds * engine.slow))
+        engine.set_round(replace(found, seconds=(found.seconds + self.world.host_s) * engine.slow))
 
     def _served(self) -> float:
         """Return the requests of each drafter of the plan."""
@@ -301,7 +304,7 @@ class Rollout:
             return False
         self.dry[free.index] = False
         self.helpers.add(free.index)
-        engine.settle(now, self.done_N)
+        engine.settle(now, self.progress)
         engine.helper = helper
         self._go_on(engine, now, decide=False)
         return True

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
+import msgspec
 import pytest
 
-from benchmarks.dialled import Elsewhere, InEngine, Script
+from benchmarks.dialled import SCRIPT, Elsewhere, InEngine, Script, Text
 from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.speculation.drafter import DraftSequence
 
@@ -52,6 +54,23 @@ def test_both_draft_the_same() -> None:
             lane = Lane(key="a", prompt_ids=(1,), tokens=tokens, seed=5, temperature=1.0, agreed=0)
             tokens = [*tokens, *elsewhere.extend([lane])[0]]
         assert draft == tokens[start:]
+
+
+def test_over_text_others_are_right_than_those_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Script(acceptance=0.7, text=0.5, text_spread=0.0, step_s=[9.0], outputs={"5": RIGHT})
+    (tmp_path / "script.json").write_bytes(msgspec.json.encode(known))
+    monkeypatch.setenv(SCRIPT, str(tmp_path / "script.json"))
+    text = Text()
+    both = [
+        (
+            text.propose([DraftSequence(request_id="a", prompt_ids=(1,), output_ids=RIGHT[:at], seed=5)], [1])[0][0],
+            known.next_token(5, at, RIGHT[at - 1]),
+        )
+        for at in range(1, len(RIGHT))
+    ]
+    right = [(drafted == RIGHT[at], model == RIGHT[at]) for at, (drafted, model) in enumerate(both, 1)]
+    assert sum(of for of, _ in right) / len(right) == pytest.approx(0.5, abs=0.05)
+    assert sum(a and b for a, b in right) / len(right) == pytest.approx(0.35, abs=0.05), "they err independently"
 
 
 def test_a_step_takes_its_time() -> None:

@@ -107,6 +107,56 @@ def test_wrong_tokens_are_caught(wrong: RoundOf) -> None:
         check_tokens(wrong)
 
 
+def drawn_ahead(p: float, window: int, *, round_s: float, token_s: float, rounds: int) -> tuple[float, float]:
+    """(tokens, draft tokens verified) per round that waits for nobody, every token drawn. The drafter's steps begin at
+    multiples of `token_s`, as it serves others too; what is drafted after a wrong token is wrong."""
+    rng = np.random.default_rng(0)
+    stock: list[bool] = []
+    tokens = verified = 0
+    now_s, lost = 0.0, True
+    for _ in range(rounds):
+        after_s = now_s + round_s
+        begun = np.ceil(now_s / token_s) if lost else np.floor(now_s / token_s)
+        count = max(0, int(np.floor(after_s / token_s) - begun))
+        taken = min(window, len(stock))
+        stock += [bool(right) for right in rng.random(min(count, 2 * W - len(stock))) < p]
+        agreed = next((i for i, right in enumerate(stock[:taken]) if not right), taken)
+        tokens, verified = tokens + agreed + 1, verified + taken
+        lost = agreed == len(stock) or not stock[agreed]
+        stock = [] if lost else stock[agreed + 1 :]
+        now_s = after_s
+    return tokens / rounds, verified / rounds
+
+
+def check_ahead(*, waits: bool) -> None:
+    """Passes of four draft steps and a little, whatever the rows and requests."""
+    for p, window in ((0.5, 2), (0.8, 4), (0.9, 3)):
+        flat = table(base_s=0.0123, row_s=0.0)
+        remote = Remote(seconds=drafting(0.003, request_s=0.0), served=1.0, message_s=0.0)
+        survival = np.array(survival_of(p, W + 1))[None]
+        found = round_of(survival, np.array([DECOUPLED]), np.array([window]), table=flat, remote=remote, waits=waits)
+        drawn = drawn_ahead(p, window, round_s=0.0123, token_s=0.003, rounds=40000)
+        assert (float(found.tokens[0]), float(found.drafted[0])) == pytest.approx(drawn, rel=0.05)
+
+
+def test_rounds_take_what_is_there() -> None:
+    check_ahead(waits=False)
+
+
+def test_rounds_that_wait_for_windows_are_caught() -> None:
+    with pytest.raises(AssertionError):
+        check_ahead(waits=True)
+
+
+@pytest.mark.parametrize(("p", "window"), [(0.3, 1), (0.6, 3), (0.9, 4)])
+def test_tokens_vary_as_drawn(p: float, window: int) -> None:
+    survival = np.array(survival_of(p, W + 1))
+    found = round_of(survival[None], np.array([COUPLED]), np.array([window]), table=table(), drafter="small")
+    right_N = (np.random.default_rng(0).random((50000, window)) < p).cumprod(axis=1).sum(axis=1)
+    assert float(found.variance[0]) == pytest.approx(float(right_N.var()), rel=0.03)
+    assert found.most.tolist() == [window + 1]
+
+
 @given(st.lists(st.floats(0, 1), min_size=3, max_size=3), st.floats(0, 1), st.integers(1, W), st.sampled_from([1, 2]))
 def test_a_better_drafter_never_emits_less(rates: list[float], share: float, window: int, mode: int) -> None:
     low = np.array([survival_of(p, W + 1) for p in rates])
