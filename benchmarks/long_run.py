@@ -195,9 +195,9 @@ is ours and bounded, but 1,000 short steps do not reach the bounds:
   steps of such examples take 24 MiB.
 - **The scheduler**: the history of the drafter `suffix` (1,000,000 tokens, 210 to 420 bytes each). Alone, 1,000 steps
   of such texts take 118 MiB, in leaps when its table doubles. Of 14.2 MB that
-  tracemalloc saw grow in 69 steps 13.6 were that table, and none SGLang's.
+  tracemalloc saw grow in 69 steps 13.6 were that table, and none SGLang's, as far as that sees.
 - **Threads and descriptors of rank 0**: processes of verifiers, started where responses wait, with three threads each.
-- It is not fragmentation: between steps `malloc_trim` returned 0.2 MiB at most.
+- Fragmentation is not settled: between steps `malloc_trim` mostly returned less than 0.3 MiB, but 31 to 80 twice.
 - Not found: about 50 MiB of rank 0, and the engine host's 36."""
 
 
