@@ -138,6 +138,10 @@ class Failures:
                 return ", ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
             time.sleep(_LOOK_EVERY_S)
 
+    def over_hosts(self) -> bool:
+        """Return whether ranks of other hosts take part."""
+        return len({member.machine for member in self._members}) > 1
+
     def on_silent(self, what: str) -> None:
         """A host is lost; for the others that is rank 0's, and with it the store."""
         self.report(f"{what} {RESUME}", asks=self.rank == 0)
@@ -190,6 +194,8 @@ def failure_guard(rank: int, store: Store | None) -> Iterator[Failures]:
                 failures.wait_for_report()
                 if lost:
                     trace, message = "", f"{lost} was killed or crashed. {RESUME}"
+                elif failures.over_hosts():  # where it was the only rank, nobody there could report
+                    message = f"a rank of another host was killed or crashed, or is cut off ({message}). {RESUME}"
             failures.report(message, trace=trace)
             raise SystemExit(1) from None
 

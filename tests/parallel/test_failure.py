@@ -130,6 +130,18 @@ def test_a_killed_peer_is_named(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert capsys.readouterr().err == message
 
 
+def test_a_peer_that_is_killed_on_another_host_is_said_to_be_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure, "GRACE_S", 0.2)
+    monkeypatch.setattr(failure, "_NOTICE_S", 0.1)
+    with pytest.raises(SystemExit), failure_guard(0, Tickets()) as failures:  # noqa: PT012
+        failures.know([Member.here(), Member(machine="elsewhere", pid=1)])
+        raise LOST
+    saw = "a rank of another host was killed or crashed, or is cut off (RuntimeError: Connection closed by peer"
+    assert f"specactor: rank 0: {saw} [127.0.0.1]). {failure.RESUME}\n" in capsys.readouterr().err
+
+
 STUCK = """
 import ctypes, threading
 from specactor.parallel.failure import Member, failure_guard
