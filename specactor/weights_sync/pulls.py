@@ -14,7 +14,7 @@ import msgspec
 
 from specactor.parallel.collective import Collective
 from specactor.weights_sync.digest import digest_of, digest_spans
-from specactor.weights_sync.memory import Address, SharedCopy, open_address
+from specactor.weights_sync.memory import Address, SharedCopy, open_address, room_bytes
 from specactor.weights_sync.messages import Holding, PullReply
 from specactor.weights_sync.mirrors import Crossing, Mirrors, crossings
 from specactor.weights_sync.plan import Chunk, Span, merged
@@ -74,7 +74,8 @@ class JobPlan:
         self.link_bytes = sum(crossing.end - crossing.start for crossing in self._crossings)
         if not self._crossings:
             return ""
-        problems = self._mirrors.make(self._crossings)
+        room = room_bytes(self._hosts.count(self._hosts[self._collective.rank]))
+        problems = self._mirrors.make(self._crossings, most_bytes=room)
         far = tuple(self._mirrors.addresses.get(memory) for memory in range(len(self._owner)))
         self.holding = Holding(addresses=far, tensors=(), planned=self.key)
         self.key = _digest(self.holding)
