@@ -431,6 +431,7 @@ def test_a_rank_that_cannot_take_part_in_the_plan_has_all_use_buckets(job: Job, 
 
 def test_a_rank_without_room_for_what_comes_from_other_hosts_has_all_use_buckets(job: Job) -> None:
     """Nothing fails where it is only reserved: the kernel would end the rank when it is written."""
+
     def room_bytes(local_ranks: int) -> int:
         return SIZE - (threading.current_thread().name == "rank 2")
 
