@@ -1,8 +1,8 @@
 """All ranks fail together, with one message that names the rank and the cause.
 
 Invariants: one failure has one report, on stderr, by the first rank that takes a ticket from the launcher's store; a
-rank that fails because of a peer lets that peer report first; a rank that torchrun ends is gone at once; after Ctrl-C
-every rank is gone within `GRACE_S`.
+rank that fails because of a peer lets that peer report first; a rank that torchrun ends is gone at once, over several
+hosts after `LINGER_S`; after Ctrl-C every rank is gone within `GRACE_S`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ import msgspec
 from specactor.errors import PeerFailedError, SpecActorError
 
 GRACE_S = 10.0  # longest wait for a lost peer's own report, and for an orderly end after Ctrl-C
+LINGER_S = 5.0
+"""Over several hosts a failed rank stays for so long, and the launcher's store with it: ranks of other hosts ask it
+whether someone has reported, and where it is gone, the first rank of a host that is still there reports."""
 RESUME = "Continue with the same command and --resume auto."
 
 _TICKETS = "specactor/failed_ranks"
@@ -102,6 +105,7 @@ class Failures:
         self._store = store
         self._members: Sequence[Member] = ()
         self._reported = threading.Lock()  # taken for good by the first report of this rank
+        self._told = False  # whether another rank was seen to have reported
 
     def use(self, store: Store) -> None:
         """Take tickets from this store from now on: the launcher's may have those of an earlier start."""
@@ -121,6 +125,8 @@ class Failures:
             line = f"specactor: rank {self.rank}: {message}"
             tell_launcher(line)  # first, since torchrun ends this rank as soon as a peer has seen the ticket and left
             print(f"{trace}{line}", file=sys.stderr, flush=True)
+        if self.over_hosts():
+            time.sleep(LINGER_S)
 
     def wait_for_report(self) -> None:
         """Wait until another rank has reported, for at most `GRACE_S`."""
@@ -129,12 +135,13 @@ class Failures:
             time.sleep(_LOOK_EVERY_S)
 
     def lost(self) -> str:
-        """Return which ranks of this machine are gone; empty when none is."""
+        """Return which ranks of this machine are gone; empty when none is, or another rank has reported."""
         mine = Member.here()
         deadline = time.monotonic() + _NOTICE_S
         while True:
             gone = [(rank, m.pid) for rank, m in enumerate(self._members) if m.machine == mine.machine and m.gone()]
-            if gone or not self._members or time.monotonic() > deadline:
+            told = self.over_hosts() and self._tickets(0) > 0
+            if gone or told or not self._members or time.monotonic() > deadline:
                 return ", ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
             time.sleep(_LOOK_EVERY_S)
 
@@ -163,9 +170,16 @@ class Failures:
         if self._store is None:
             return more
         try:
-            return self._store.add(_TICKETS, more)
-        except (RuntimeError, OSError):  # the launcher is gone, and so is anyone who could report instead
-            return 1
+            found = self._store.add(_TICKETS, more)
+        except (RuntimeError, OSError):  # the launcher is gone, and so is anyone of its host who could report instead
+            return 2 if self._told or (self.over_hosts() and not self._is_first_here()) else 1
+        self._told |= found > more
+        return found
+
+    def _is_first_here(self) -> bool:
+        """Return whether no rank of this machine before this one is there."""
+        here = self._members[self.rank].machine
+        return all(member.machine != here or member.gone() for member in self._members[: self.rank])
 
 
 @contextmanager
