@@ -76,8 +76,8 @@ class ClusterJob:
 
     def messages(self, number: int) -> list[str]:
         """What the ranks of a host reported themselves."""
-        lines = [line.partition("]:")[2] or line for line in self.log(number).read_text(errors="replace").splitlines()]
-        return [line for line in lines if line.startswith("specactor: rank")]
+        said = self.log(number).read_text(errors="replace")  # torchrun may say before a line whose it is
+        return re.findall(r"^(?:\[\w+\]:)?(specactor: rank .*)$", said, re.MULTILINE)
 
     def wait_for(self, phase: str, step: int) -> None:
         """Until rank 0 is in that phase of an RL step (1 is the first), or in a later step's."""
