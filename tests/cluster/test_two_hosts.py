@@ -97,7 +97,7 @@ def test_a_hosts_only_rank_that_is_killed_is_overcome_without_a_person(
     job.wait_for("rollout", 2)
     job.kill_rank(victim)
     assert job.wait() == [0, 0], job.output()
-    [message] = [*job.messages(0), *job.messages(1)]
+    [message] = [each for each in (*job.messages(0), *job.messages(1)) if ": no beat: " not in each]  # which may go on
     assert message.startswith(f"specactor: rank {1 - victim}: a rank of another host was killed or crashed"), message
     assert compared(job.folder) == one_host
     assert job.left() == []
