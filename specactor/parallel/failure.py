@@ -105,6 +105,7 @@ class Failures:
         self._store = store
         self._members: Sequence[Member] = ()
         self._reported = threading.Lock()  # taken for good by the first report of this rank
+        self.saw = ""  # what this rank would say of a lost peer that nobody reports
         self._told = False  # whether another rank was seen to have reported
 
     def use(self, store: Store) -> None:
@@ -157,7 +158,7 @@ class Failures:
     def on_sigterm(self) -> None:
         """torchrun ends this rank: because another is gone, or because someone ended torchrun."""
         lost = self.lost()
-        self.report(f"{lost} was killed or crashed. {RESUME}" if lost else f"ended by SIGTERM. {RESUME}")
+        self.report(f"{lost} was killed or crashed. {RESUME}" if lost else self.saw or f"ended by SIGTERM. {RESUME}")
         os._exit(128 + signal.SIGTERM)
 
     def on_sigint(self) -> None:
@@ -204,12 +205,12 @@ def failure_guard(rank: int, store: Store | None) -> Iterator[Failures]:
             trace = traceback.format_exc()
             message = f"{type(error).__name__}: {error}"
             if _is_lost_peer(error):
-                lost = failures.lost()
-                failures.wait_for_report()
-                if lost:
-                    trace, message = "", f"{lost} was killed or crashed. {RESUME}"
-                elif failures.over_hosts():  # where it was the only rank, nobody there could report
+                if failures.over_hosts():  # where it was the only rank, nobody there can report
                     message = f"a rank of another host was killed or crashed, or is cut off ({message}). {RESUME}"
+                    failures.saw = message
+                if lost := failures.lost():
+                    trace, message = "", f"{lost} was killed or crashed. {RESUME}"
+                failures.wait_for_report()
             failures.report(message, trace=trace)
             raise SystemExit(1) from None
 

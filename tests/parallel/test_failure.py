@@ -171,6 +171,21 @@ def test_a_peer_that_is_killed_on_another_host_is_said_to_be_there_once(
     assert (said in capsys.readouterr().err) is reports
 
 
+def test_a_rank_that_is_ended_while_it_waits_says_what_it_saw(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher of a host ends its ranks where that of rank 0, and with it the store, is gone."""
+    for name, value in (("GRACE_S", 1.0), ("_NOTICE_S", 0.0), ("LINGER_S", 0.0)):
+        monkeypatch.setattr(failure, name, value)
+    monkeypatch.setattr(failure.os, "_exit", lambda code: None)
+    with pytest.raises(SystemExit), failure_guard(1, Tickets()) as failures:  # noqa: PT012
+        failures.know([Member(machine="elsewhere", pid=1), Member.here()])
+        threading.Timer(0.3, failures.on_sigterm).start()
+        raise LOST
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("specactor: rank")]
+    assert "a rank of another host was killed or crashed" in line
+
+
 def test_over_hosts_the_launchers_store_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "LINGER_S", 0.5)
     started = time.monotonic()
