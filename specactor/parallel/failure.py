@@ -106,6 +106,7 @@ class Failures:
         self._members: Sequence[Member] = ()
         self._reported = threading.Lock()  # taken for good by the first report of this rank
         self.saw = ""  # what this rank would say of a lost peer that nobody reports
+        self._store_is_gone = False
         self._told = False  # whether another rank was seen to have reported
 
     def use(self, store: Store) -> None:
@@ -158,7 +159,8 @@ class Failures:
     def on_sigterm(self) -> None:
         """torchrun ends this rank: because another is gone, or because someone ended torchrun."""
         lost = self.lost()
-        self.report(f"{lost} was killed or crashed. {RESUME}" if lost else self.saw or f"ended by SIGTERM. {RESUME}")
+        ended = "ended by SIGTERM" + (": the launcher of rank 0 is gone" if self._store_is_gone else "")
+        self.report(f"{lost} was killed or crashed. {RESUME}" if lost else self.saw or f"{ended}. {RESUME}")
         os._exit(128 + signal.SIGTERM)
 
     def on_sigint(self) -> None:
@@ -173,6 +175,7 @@ class Failures:
         try:
             found = self._store.add(_TICKETS, more)
         except (RuntimeError, OSError):  # the launcher is gone, and so is anyone of its host who could report instead
+            self._store_is_gone = True
             return 2 if self._told or (self.over_hosts() and not self._is_first_here()) else 1
         self._told |= found > more
         return found

@@ -186,6 +186,19 @@ def test_a_rank_that_is_ended_while_it_waits_says_what_it_saw(
     assert "a rank of another host was killed or crashed" in line
 
 
+def test_a_rank_that_is_ended_says_where_the_launchers_store_is_gone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_NOTICE_S", 0.0), ("LINGER_S", 0.0)):
+        monkeypatch.setattr(failure, name, value)
+    monkeypatch.setattr(failure.os, "_exit", lambda code: None)
+    with failure_guard(1, Closing(0, 0)) as failures:
+        failures.know([Member(machine="elsewhere", pid=1), Member.here()])
+        failures.on_sigterm()
+    ended = f"ended by SIGTERM: the launcher of rank 0 is gone. {failure.RESUME}"
+    assert capsys.readouterr().err == f"specactor: rank 1: {ended}\n"
+
+
 def test_over_hosts_the_launchers_store_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "LINGER_S", 0.5)
     started = time.monotonic()
