@@ -46,5 +46,7 @@ for ((left = ${MAX_RESTARTS:-0}; ; left--)); do
     while code=0; wait "$child" || code=$?; kill -0 "$child" 2>/dev/null; do :; done
     if [[ $code == 0 || -n $signal || $left -le 0 ]]; then exit "$code"; fi
     echo "specactor: $(hostname): torchrun ended with $code and is started again, $left times at most" >&2
-    sleep 5
+    sleep 20 &  # until other hosts' ranks have ended as well (failure.py): their launcher refuses whoever comes before
+    child=$!
+    wait "$child" || [[ -z $signal ]] || exit "$code"
 done

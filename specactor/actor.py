@@ -14,7 +14,7 @@ from specactor import hooks, measurements, samples
 from specactor.config import Config
 from specactor.config.train import learning_rate
 from specactor.device_memory import DeviceMemory
-from specactor.errors import WeightSyncError
+from specactor.errors import CopiesDifferError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
 from specactor.replay.audit import Audit
@@ -164,6 +164,8 @@ class SpecActor:
                 self.progress.note(f"engine {index} had died and was started again")
             try:
                 report = self.sender.push(self.weights, self.pool.engines, version=self.version)
+            except CopiesDifferError:
+                raise  # new engines would be given the same
             except WeightSyncError as error:
                 if not self.collective.any(self.pool.any_lost()):
                     raise

@@ -36,6 +36,10 @@ class WeightSyncError(SpecActorError):
     """Weights did not arrive whole on every engine rank."""
 
 
+class CopiesDifferError(WeightSyncError):
+    """Hosts would take the weights from copies that are not equal: new engines would meet the same."""
+
+
 class AgreementError(SpecActorError):
     """The engine's and the trainer's log-probabilities of the same tokens differ too much."""
 

@@ -149,6 +149,22 @@ def test_the_multi_node_script_starts_again_after_a_failure(tmp_path: Path) -> N
     assert (tmp_path / "starts").read_text() == "start\n" * 3
 
 
+def test_a_signal_while_the_multi_node_script_pauses_ends_it(tmp_path: Path) -> None:
+    fake(tmp_path / "bin", "sleep", f"echo $$ > {tmp_path}/pauses; exec /bin/sleep 600")
+    fake(tmp_path / "bin", "torchrun", f"echo start >> {tmp_path}/starts; exit 3")
+    job = {"NODES": "2", "HEAD": "h:1", "GPUS": "1", "MAX_RESTARTS": "3", "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    script = subprocess.Popen(["bash", str(LAUNCH / "multi_node.sh"), "quickstart"], env=job)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pauses").exists() or not (tmp_path / "pauses").read_text().strip():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pause = psutil.Process(int((tmp_path / "pauses").read_text()))
+    script.terminate()
+    assert script.wait(60) == 3
+    pause.wait(60)
+    assert (tmp_path / "starts").read_text() == "start\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_the_multi_node_script_ends_torchrun(tmp_path: Path, number: signal.Signals) -> None:
     """And it is not started again. A signal is passed on once; SIGKILL leaves no time to."""

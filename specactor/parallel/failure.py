@@ -1,8 +1,8 @@
 """All ranks fail together, with one message that names the rank and the cause.
 
 Invariants: one failure has one report, on stderr, by the first rank that takes a ticket from the launcher's store; a
-rank that fails because of a peer lets that peer report first; a rank that torchrun ends is gone at once; after Ctrl-C
-every rank is gone within `GRACE_S`.
+rank that fails because of a peer lets that peer report first; a rank that torchrun ends is gone at once, over several
+hosts after `LINGER_S`; after Ctrl-C every rank is gone within `GRACE_S`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ import msgspec
 from specactor.errors import PeerFailedError, SpecActorError
 
 GRACE_S = 10.0  # longest wait for a lost peer's own report, and for an orderly end after Ctrl-C
+LINGER_S = 5.0
+"""Over several hosts a failed rank stays for so long, and the launcher's store with it: ranks of other hosts ask it
+whether someone has reported, and where it is gone, the first rank of a host that is still there reports."""
 RESUME = "Continue with the same command and --resume auto."
 
 _TICKETS = "specactor/failed_ranks"
@@ -102,6 +105,9 @@ class Failures:
         self._store = store
         self._members: Sequence[Member] = ()
         self._reported = threading.Lock()  # taken for good by the first report of this rank
+        self.saw = ""  # what this rank would say of a lost peer that nobody reports
+        self._store_is_gone = False
+        self._told = False  # whether another rank was seen to have reported
 
     def use(self, store: Store) -> None:
         """Take tickets from this store from now on: the launcher's may have those of an earlier start."""
@@ -121,6 +127,8 @@ class Failures:
             line = f"specactor: rank {self.rank}: {message}"
             tell_launcher(line)  # first, since torchrun ends this rank as soon as a peer has seen the ticket and left
             print(f"{trace}{line}", file=sys.stderr, flush=True)
+        if self.over_hosts():
+            time.sleep(LINGER_S)
 
     def wait_for_report(self) -> None:
         """Wait until another rank has reported, for at most `GRACE_S`."""
@@ -129,14 +137,19 @@ class Failures:
             time.sleep(_LOOK_EVERY_S)
 
     def lost(self) -> str:
-        """Return which ranks of this machine are gone; empty when none is."""
+        """Return which ranks of this machine are gone; empty when none is, or another rank has reported."""
         mine = Member.here()
         deadline = time.monotonic() + _NOTICE_S
         while True:
             gone = [(rank, m.pid) for rank, m in enumerate(self._members) if m.machine == mine.machine and m.gone()]
-            if gone or not self._members or time.monotonic() > deadline:
+            told = self.over_hosts() and self._tickets(0) > 0
+            if gone or told or not self._members or time.monotonic() > deadline:
                 return ", ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
             time.sleep(_LOOK_EVERY_S)
+
+    def over_hosts(self) -> bool:
+        """Return whether ranks of other hosts take part."""
+        return len({member.machine for member in self._members}) > 1
 
     def on_silent(self, what: str) -> None:
         """A host is lost; for the others that is rank 0's, and with it the store."""
@@ -146,7 +159,8 @@ class Failures:
     def on_sigterm(self) -> None:
         """torchrun ends this rank: because another is gone, or because someone ended torchrun."""
         lost = self.lost()
-        self.report(f"{lost} was killed or crashed. {RESUME}" if lost else f"ended by SIGTERM. {RESUME}")
+        ended = "ended by SIGTERM" + (": the launcher of rank 0 is gone" if self._store_is_gone else "")
+        self.report(f"{lost} was killed or crashed. {RESUME}" if lost else self.saw or f"{ended}. {RESUME}")
         os._exit(128 + signal.SIGTERM)
 
     def on_sigint(self) -> None:
@@ -159,9 +173,17 @@ class Failures:
         if self._store is None:
             return more
         try:
-            return self._store.add(_TICKETS, more)
-        except (RuntimeError, OSError):  # the launcher is gone, and so is anyone who could report instead
-            return 1
+            found = self._store.add(_TICKETS, more)
+        except (RuntimeError, OSError):  # the launcher is gone, and so is anyone of its host who could report instead
+            self._store_is_gone = True
+            return 2 if self._told or (self.over_hosts() and not self._is_first_here()) else 1
+        self._told |= found > more
+        return found
+
+    def _is_first_here(self) -> bool:
+        """Return whether no rank of this machine before this one is there."""
+        here = self._members[self.rank].machine
+        return all(member.machine != here or member.gone() for member in self._members[: self.rank])
 
 
 @contextmanager
@@ -186,10 +208,12 @@ def failure_guard(rank: int, store: Store | None) -> Iterator[Failures]:
             trace = traceback.format_exc()
             message = f"{type(error).__name__}: {error}"
             if _is_lost_peer(error):
-                lost = failures.lost()
-                failures.wait_for_report()
-                if lost:
+                if failures.over_hosts():  # where it was the only rank, nobody there can report
+                    message = f"a rank of another host was killed or crashed, or is cut off ({message}). {RESUME}"
+                    failures.saw = message
+                if lost := failures.lost():
                     trace, message = "", f"{lost} was killed or crashed. {RESUME}"
+                failures.wait_for_report()
             failures.report(message, trace=trace)
             raise SystemExit(1) from None
 

@@ -260,7 +260,8 @@ class HostWatch:
                 self._exchange(self._meeting.open_store())
             except (RuntimeError, ConfigError) as error:
                 # Where the store is gone for good so is the launcher, and this rank with it; else it is asked again.
-                print(f"specactor: rank {self._rank}: no beat: {error}. It is tried again.", file=sys.stderr)
+                if not self._stop.is_set():
+                    print(f"specactor: rank {self._rank}: no beat: {error}. It is tried again.", file=sys.stderr)
                 self._stop.wait(_BEAT_S)
 
     def _exchange(self, store: Store) -> None:

@@ -131,6 +131,9 @@ def of_host(config: Config, layout: Layout, shape: TransformerShape, devices: in
         "gradients": dict.fromkeys(PHASES, gradients) if on_host else {},
         "reference": dict.fromkeys(PHASES, width * held * ranks) if config.algorithm.kl_coef else {},
         "buckets": dict.fromkeys(PHASES, 2.0 * config.weights_sync.bucket_bytes * ranks),
+        # What its ranks hand over and, as mirrors, what other hosts do; in a first push what is kept of that. Where
+        # there is no room for it, weights go through the buckets alone.
+        "policy, for engines": dict.fromkeys(PHASES, width * shape.params),
         # Gathered by ranks that hold a whole model between them, which are of one host where it has as many devices.
         "checkpoint": {"train": learning * (ADAM_BYTES["float32"] + MAIN_WEIGHT_BYTES) * saved},
     }

@@ -11,6 +11,7 @@ order of the crossings; a mirror ends with the last byte that crosses, and where
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -71,11 +72,17 @@ class Mirrors:
         self._buffers: dict[int, SharedBuffer] = {}
         self.addresses: dict[int, Address] = {}  # of all mirrors on this host
 
-    def make(self, crossings: Sequence[Crossing]) -> list[str]:
-        """Have room for all crossings; return why a rank has none, by rank, or "". Collective."""
-        self.addresses, problem = {}, ""
+    def make(self, crossings: Sequence[Crossing], *, most_bytes: float = math.inf) -> list[str]:
+        """Have room for all crossings; return why a rank has none, by rank, or "". Collective.
+
+        Args:
+            most_bytes: that this rank may take: memory that is not there is only missed when it is written.
+        """
+        self.addresses, problem, lacking = {}, "", self.lacking(crossings)
         try:
-            for memory, end in self.lacking(crossings).items():
+            if (needed := sum(lacking.values())) > most_bytes:
+                raise WeightSyncError(f"{needed} bytes are needed, and a rank may take {most_bytes}")
+            for memory, end in lacking.items():
                 if memory in self._buffers:
                     self._buffers.pop(memory).close()
                 self._buffers[memory] = SharedBuffer(end)

@@ -7,13 +7,14 @@ one place in engines of different hosts have equal digests.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from specactor.parallel.collective import Collective
 from specactor.weights_sync.digest import digest_of, digest_spans
-from specactor.weights_sync.memory import Address, SharedCopy, open_address
+from specactor.weights_sync.memory import Address, SharedCopy, open_address, room_bytes
 from specactor.weights_sync.messages import Holding, PullReply
 from specactor.weights_sync.mirrors import Crossing, Mirrors, crossings
 from specactor.weights_sync.plan import Chunk, Span, merged
@@ -45,7 +46,8 @@ class JobPlan:
         self.link_bytes = 0
         self.chunks: dict[int, list[tuple[Chunk, ...]]] = {}  # by engine of this rank, per rank of it
         self._order: list[list[Spans]] = [[] for _ in holdings]  # what each rank digests
-        self._alike: dict[Spans, Spans] = {}  # which is to have the same digest, of an owner on another host
+        # By spans: those which are to have the same digest, of owners on other hosts.
+        self._alike: defaultdict[Spans, dict[Spans, None]] = defaultdict(dict)
         self._crossings: list[Crossing] = []
         first = self._owner.index(collective.rank)
         own = holdings[collective.rank].addresses
@@ -65,14 +67,15 @@ class JobPlan:
         first: dict[int, Spans] = {}  # by place in an engine
         for spans, place in dict.fromkeys(pair for part in told for pair in part):
             if first.setdefault(place, spans) != spans:
-                self._alike[spans] = first[place]
+                self._alike[spans][first[place]] = None
         for spans in dict.fromkeys(spans for part in told for spans, _ in part):
             self._order[self._owner[spans[0].memory]].append(spans)
         self._crossings = crossings([[spans for spans, _ in part] for part in told], self._owner, self._hosts)
         self.link_bytes = sum(crossing.end - crossing.start for crossing in self._crossings)
         if not self._crossings:
             return ""
-        problems = self._mirrors.make(self._crossings)
+        room = room_bytes(self._hosts.count(self._hosts[self._collective.rank]))
+        problems = self._mirrors.make(self._crossings, most_bytes=room)
         far = tuple(self._mirrors.addresses.get(memory) for memory in range(len(self._owner)))
         self.holding = Holding(addresses=far, tensors=(), planned=self.key)
         self.key = _digest(self.holding)
@@ -91,44 +94,51 @@ class JobPlan:
         memories = {number: memory.numpy() for number, memory in self._memories.items()}
         return tuple(digest_spans(memories, spans) for spans in own)
 
-    def difference(self, replies: Mapping[int, Sequence[PullReply]], digests: Sequence[Sequence[int]]) -> str:
-        """Return which parameters of this rank's engines do not hold what the trainer has; empty if all do.
-
-        Args:
-            replies: by engine.
-            digests: of every rank, what `digests` returned.
-        """
-        wanted = {
+    def wanted(self, digests: Sequence[Sequence[int]]) -> dict[Spans, int]:
+        """Return the digests that engines are to have; of every rank, `digests` are what its method returned."""
+        return {
             spans: digest
             for each, found in zip(self._order, digests, strict=True)
             for spans, digest in zip(each, found, strict=True)
         }
-        for engine, ranks in replies.items():
-            for rank, (reply, chunks) in enumerate(zip(ranks, self.chunks[engine], strict=True)):
-                if problem := self._difference(chunks, reply.digests, wanted):
-                    return f"engine {engine}, rank {rank}: {problem}"
+
+    def apart(self, wanted: Mapping[Spans, int]) -> str:
+        """Return which parameters this rank's engines take from copies that differ between hosts; empty if none."""
+        others = {a: b for a, alike in self._alike.items() for b in alike if wanted[a] != wanted[b]}
+        for chunk in (chunk for ranks in self.chunks.values() for part in ranks for chunk in part):
+            if (other := others.get(chunk.spans)) is not None:
+                ranks = sorted(self._owner[spans[0].memory] for spans in (other, chunk.spans))
+                return (
+                    f"{_names(chunk)} is not the same on trainer ranks {ranks[0]} and {ranks[1]}, which hold a copy "
+                    "each; resume from a checkpoint of before this step"
+                )
         return ""
 
-    def _difference(self, chunks: Sequence[Chunk], digests: Sequence[int], wanted: Mapping[Spans, int]) -> str:
-        if len(digests) != len(chunks):
-            return f"{len(digests)} of {len(chunks)} digests came back"
-        for chunk, digest in zip(chunks, digests, strict=True):
-            spans, alike = chunk.spans, self._alike.get(chunk.spans, chunk.spans)
-            if wanted[spans] == wanted[alike] == digest:
-                continue
-            names = ", ".join(dict.fromkeys(chunk.parameters))
-            if wanted[spans] == wanted[alike]:
-                return f"{names} arrived with a wrong digest"
-            ranks = sorted(self._owner[each[0].memory] for each in (alike, spans))
-            return (
-                f"{names} is not the same on trainer ranks {ranks[0]} and {ranks[1]}, which hold a copy each; resume "
-                "from a checkpoint of before this step"
-            )
+    def difference(self, replies: Mapping[int, Sequence[PullReply]], wanted: Mapping[Spans, int]) -> str:
+        """Return which parameters of this rank's engines do not hold what the trainer has; empty if all do. `replies`
+        are by engine."""
+        for engine, ranks in replies.items():
+            for rank, (reply, chunks) in enumerate(zip(ranks, self.chunks[engine], strict=True)):
+                if problem := _difference(chunks, reply.digests, wanted):
+                    return f"engine {engine}, rank {rank}: {problem}"
         return ""
 
     def close(self) -> None:
         """Give the mirrors back."""
         self._mirrors.close()
+
+
+def _difference(chunks: Sequence[Chunk], digests: Sequence[int], wanted: Mapping[Spans, int]) -> str:
+    if len(digests) != len(chunks):
+        return f"{len(digests)} of {len(chunks)} digests came back"
+    for chunk, digest in zip(chunks, digests, strict=True):
+        if wanted[chunk.spans] != digest:
+            return f"{_names(chunk)} arrived with a wrong digest"
+    return ""
+
+
+def _names(chunk: Chunk) -> str:
+    return ", ".join(dict.fromkeys(chunk.parameters))
 
 
 def _digest(value: object) -> int:

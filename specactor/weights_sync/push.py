@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from specactor.config import WeightsSyncConfig
-from specactor.errors import EngineError, WeightSyncError
+from specactor.errors import CopiesDifferError, EngineError, WeightSyncError
 from specactor.parallel.collective import Collective
 from specactor.weights_sync.buckets import Slot, aligned
 from specactor.weights_sync.digest import copy_with_digest, digest_on
@@ -127,6 +127,7 @@ class Push:
         self._packed: dict[int, list[tuple[torch.Tensor, Bucket]]] = {}  # by side: own, and mirrored by this rank
         self._kept: set[int] = set()  # rounds that crossed to be checked, and are still there to be loaded
         self._keepable: int | None = None  # bytes for them on this rank, as of the first round
+        self._apart = ""  # which copies of the weights differ between hosts: a problem that stays
         self._touched = False  # whether engines may hold other weights than before
         self._device = torch.device("cpu")  # of the tensors that were packed
 
@@ -199,8 +200,7 @@ class Push:
         """Have the engines copy all they need, digest the same here, and compare. False where one knows no plan."""
         if copy:
             plan.bring()
-        digests: list[tuple[int, ...]] = []
-        message = Pull(version=self.version, key=plan.key, copy=copy)
+        digests, message = list[tuple[int, ...]](), Pull(version=self.version, key=plan.key, copy=copy)
         replies = self._ask_all(PULL, message, PullReply, meanwhile=lambda: digests.append(plan.digests()))
         unplanned = any(
             engine not in plan.chunks or reply.unplanned for engine, ranks in replies.items() for reply in ranks
@@ -210,7 +210,9 @@ class Push:
         self._touched = copy
         if any(state.unplanned for state in states) and not any(state.problem for state in states):
             return False
-        self.problem = self.problem or plan.difference(replies, [state.digests for state in states])
+        wanted = plan.wanted([state.digests for state in states])
+        self._apart = plan.apart(wanted)
+        self.problem = self._apart or self.problem or plan.difference(replies, wanted)
         self.num_bytes, self.num_rounds, self.link_bytes = plan.num_bytes, 0, plan.link_bytes
         return True
 
@@ -232,12 +234,14 @@ class Push:
             engine.kill()
 
     def agree(self, stage: str) -> None:
-        """Raise WeightSyncError on all ranks if one has met a problem."""
-        for rank, problem in enumerate(self._collective.gather(self.problem, str)):
+        """Raise WeightSyncError on all ranks if one has met a problem: of several the one that stays."""
+        told = self._collective.gather((self.problem, bool(self._apart)), tuple[str, bool])
+        for rank, (problem, stays) in sorted(enumerate(told), key=lambda each: not each[1][1]):
             if problem:
+                kind = CopiesDifferError if stays else WeightSyncError
                 if self._touched and stage == "check":
                     self._end_engines()
-                raise WeightSyncError(
+                raise kind(
                     f"weight sync to version {self.version} failed in its {stage} stage on rank {rank}: {problem}. "
                     + ("The engines were stopped." if self._touched else "The engines keep the old version.")
                 )
@@ -382,8 +386,7 @@ class Push:
     def _ask(self, engine: TargetEngine, call: str, payload: bytes) -> None:
         replies = engine.rank_call(call, payload, timeout_s=TIMEOUT_S)
         for rank, reply in enumerate(replies):
-            problem = msgspec.msgpack.decode(reply, type=CheckReply).problem
-            if problem:
+            if problem := msgspec.msgpack.decode(reply, type=CheckReply).problem:
                 raise WeightSyncError(f"engine {engine.index}, rank {rank}: {problem}")
         self._replies[engine.index] = replies
 

@@ -59,7 +59,8 @@ class WeightSender:
     def push(self, source: WeightSource, engines: Sequence[TargetEngine], *, version: int) -> SyncReport:
         """Bring all engines of all ranks to `version`. Collective; `engines` are those that this rank owns.
 
-        Raises WeightSyncError on every rank when any engine rank did not take the weights.
+        Raises WeightSyncError on every rank when any engine rank did not take the weights; CopiesDifferError where that
+        would be so again, with new engines, too.
         """
         start = time.perf_counter()
         self._mirrors = self._mirrors or [Mirrors(self._collective, source.hosts) for _ in range(2)]

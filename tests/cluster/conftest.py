@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.disturbed_run import SHORT, compared
@@ -35,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class ClusterJob:
-    """One job over the first hosts, one rank on each; started host by host, as an operator or a scheduler would."""
+    """One job over the first hosts, started host by host, as an operator or a scheduler would."""
 
     def __init__(
         self,
@@ -43,25 +45,27 @@ class ClusterJob:
         base: Path,
         name: str,
         *options: str,
+        ranks: int = 1,
         restarts: int = 0,
         environ: Mapping[int, Mapping[str, str]] | None = None,
     ) -> None:
         """
         Args:
+            ranks: on each host.
             restarts: of each host's share.
             environ: settings of single hosts.
         """
         self.hosts, self.base = hosts, base
         self.folder = RunFolder(root=base / "runs" / name)
         self._options = ["quickstart_plain", "--name", name, "--output-dir", str(base / "runs"), *JOB, *options]
-        self._restarts = restarts
+        self._ranks, self._restarts = ranks, restarts
         self._started: dict[int, subprocess.Popen[bytes]] = {}
         for number in range(len(hosts.hosts)):
             self.start(number, **(environ or {}).get(number, {}))
 
     def start(self, number: int, **environ: str) -> None:
         """Start a host's share of the job, or start it again."""
-        numbers = {"NODES": str(len(self.hosts.hosts)), "HEAD": "n0:29500", "GPUS": "1"}
+        numbers = {"NODES": str(len(self.hosts.hosts)), "HEAD": "n0:29500", "GPUS": str(self._ranks)}
         settings = environment(**numbers, MAX_RESTARTS=str(self._restarts), **environ)
         with self.log(number).open("a") as log:
             command = [str(ROOT / "launch" / "multi_node.sh"), *self._options]
@@ -72,8 +76,8 @@ class ClusterJob:
 
     def messages(self, number: int) -> list[str]:
         """What the ranks of a host reported themselves."""
-        lines = [line.partition("]:")[2] or line for line in self.log(number).read_text(errors="replace").splitlines()]
-        return [line for line in lines if line.startswith("specactor: rank")]
+        said = self.log(number).read_text(errors="replace")  # torchrun may say before a line whose it is
+        return re.findall(r"^(?:\[\w+\]:)?(specactor: rank .*)$", said, re.MULTILINE)
 
     def wait_for(self, phase: str, step: int) -> None:
         """Until rank 0 is in that phase of an RL step (1 is the first), or in a later step's."""
@@ -90,6 +94,30 @@ class ClusterJob:
             if time.monotonic() > deadline or all(each.poll() is not None for each in self._started.values()):
                 raise AssertionError(f"{what} was not reached:\n{self.output()}")
             time.sleep(0.02)
+
+    def kill_rank(self, rank: int) -> str:
+        """End its process, at once, and wait until all that ran and all files in shared memory are gone, but for what
+        starts the job again. Returns how ranks of its host call it."""
+        status = self.folder.read_status()
+        assert status is not None
+        before, files, victim = list[psutil.Process](), list[Path](), 0
+        for host in self.hosts.hosts:
+            for pid in (pid for pid, what in host.processes().items() if "multi_node.sh" not in what):
+                with suppress(OSError, psutil.NoSuchProcess):
+                    before.append(psutil.Process(pid))
+                    [inner] = re.findall(r"NSpid:.*\t(\d+)\n", Path(f"/proc/{pid}/status").read_text())
+                    if host.number == rank // self._ranks and int(inner) == status.rank_pids[rank]:
+                        victim = pid
+            files += Path(f"/proc/{host.pid}/root/dev/shm").iterdir()
+        assert victim
+        os.kill(victim, signal.SIGKILL)
+        left, deadline = ["all"], time.monotonic() + LEFT_S
+        while left and time.monotonic() < deadline:
+            time.sleep(0.1)
+            left = [str(each) for each in before if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+            left += [str(file) for file in files if file.exists()]
+        assert not left, (left, self.output())
+        return f"rank {rank} (process {status.rank_pids[rank]})"
 
     def wait(self) -> list[int]:
         """Exit codes of the hosts' shares."""
@@ -120,10 +148,21 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def one_host(base: Path) -> list[dict[str, Value]]:
-    """The metrics of the job on one host with as many ranks."""
-    run = ["quickstart_plain", "--name", "one", "--output-dir", str(base / "runs"), *JOB]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with (base / "one.log").open("w") as log:
+    """The metrics of the job on one host with two ranks."""
+    return undisturbed(base, 2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks(base: Path) -> list[dict[str, Value]]:
+    """The metrics of the job on one host with four ranks."""
+    return undisturbed(base, 4)
+
+
+def undisturbed(base: Path, ranks: int) -> list[dict[str, Value]]:
+    folder, log_file = RunFolder(root=base / "runs" / f"one-{ranks}"), base / f"one-{ranks}.log"
+    run = ["quickstart_plain", "--name", folder.root.name, "--output-dir", str(base / "runs"), *JOB]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    with log_file.open("w") as log:
         started = subprocess.Popen(
             [*torchrun, str(ROOT / "launch" / "train_moe.py"), *run],
             cwd=ROOT,
@@ -137,8 +176,8 @@ def one_host(base: Path) -> list[dict[str, Value]]:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(started.pid, signal.SIGKILL)
-    assert code == 0, (base / "one.log").read_text()
-    return compared(RunFolder(root=base / "runs" / "one"))
+    assert code == 0, log_file.read_text()
+    return compared(folder)
 
 
 @pytest.fixture

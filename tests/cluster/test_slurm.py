@@ -81,4 +81,5 @@ def test_a_job_that_loses_a_node_goes_on_with_another_one_and_a_cancelled_one_le
     wait_until(lambda: is_at("rollout", 1), "step 1", log)
     cluster.ask("scancel", cancelled)
     wait_until_gone(cluster)
+    wait_until(lambda: not cluster.state(cancelled).startswith("COMPLETING"), "its end", log)  # after its processes'
     assert cluster.state(cancelled).startswith("CANCELLED")

@@ -73,6 +73,39 @@ def test_a_killed_host_is_overcome_without_a_person(
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize(("victim", "phase"), [(1, "rollout"), (2, "train")])
+def test_a_killed_rank_of_several_is_overcome_without_a_person(
+    base: Path, four_ranks: list[dict[str, Value]], two_hosts: VirtualHosts, victim: int, phase: str
+) -> None:
+    """All four ranks end; the other one of its host says why, once for all. The ranks meet again by themselves."""
+    job = ClusterJob(two_hosts, base, f"rank-{victim}", "--resume", "auto", ranks=2, restarts=1)
+    job.wait_for(phase, 2)
+    lost = f"specactor: rank {victim ^ 1}: {job.kill_rank(victim)} was killed or crashed. {RESUME}"
+    assert job.wait() == [0, 0], job.output()
+    assert [*job.messages(0), *job.messages(1)] == [lost]
+    assert compared(job.folder) == four_ranks
+    assert job.left() == []
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_hosts_only_rank_that_is_killed_is_overcome_without_a_person(
+    base: Path, one_host: list[dict[str, Value]], two_hosts: VirtualHosts, victim: int
+) -> None:
+    """Nobody of its host can say what happened; the rank of the other one says what it saw."""
+    job = ClusterJob(two_hosts, base, f"only-{victim}", "--resume", "auto", restarts=1)
+    job.wait_for("rollout", 2)
+    job.kill_rank(victim)
+    assert job.wait() == [0, 0], job.output()
+    [message] = [each for each in (*job.messages(0), *job.messages(1)) if ": no beat: " not in each]  # which may go on
+    saw = ("a rank of another host was killed or crashed", "ended by SIGTERM: the launcher of rank 0 is gone")
+    told = message.removeprefix(f"specactor: rank {1 - victim}: ")
+    assert told.startswith(saw if victim == 0 else saw[0]), message  # its own launcher may notice first
+    assert compared(job.folder) == one_host
+    assert job.left() == []
+
+
+@pytest.mark.deep
 def test_a_cut_link_is_overcome_without_a_person(
     base: Path, one_host: list[dict[str, Value]], two_hosts: VirtualHosts
 ) -> None:

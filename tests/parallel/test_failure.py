@@ -119,6 +119,7 @@ def test_a_rank_that_lost_its_peer_lets_the_peer_report(capsys: pytest.CaptureFi
 
 def test_a_killed_peer_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "GRACE_S", 0.2)
+    monkeypatch.setattr(failure, "LINGER_S", 0.0)
     here = Member.here()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as peer:
         peer.kill()  # stays a zombie until it is waited for: gone all the same
@@ -128,6 +129,83 @@ def test_a_killed_peer_is_named(capsys: pytest.CaptureFixture[str], monkeypatch:
             raise LOST
     message = f"specactor: rank 0: rank 1 (process {peer.pid}) was killed or crashed. {failure.RESUME}\n"
     assert capsys.readouterr().err == message
+
+
+class Closing(Tickets):
+    """The store of a launcher that ends when it has been asked so many times."""
+
+    def __init__(self, taken: int, answers: int) -> None:
+        super().__init__(taken)
+        self._left = answers
+
+    def add(self, key: str, amount: int) -> int:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("Connection reset by peer")
+        return super().add(key, amount)
+
+
+@pytest.mark.parametrize(
+    ("rank", "store", "reports"),
+    [
+        (1, Tickets(), True),
+        (1, Tickets(taken=1), False),
+        (1, Closing(0, 0), True),
+        (1, Closing(0, 2), True),
+        (1, Closing(1, 1), False),  # it was told in time
+        (2, Closing(0, 0), False),  # the first rank of its host says it
+        (2, Tickets(), True),
+    ],
+)
+def test_a_peer_that_is_killed_on_another_host_is_said_to_be_there_once(
+    rank: int, store: Tickets, reports: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher's store goes with the host of rank 0."""
+    for name, value in (("GRACE_S", 0.3), ("_NOTICE_S", 0.1), ("LINGER_S", 0.0)):
+        monkeypatch.setattr(failure, name, value)
+    with pytest.raises(SystemExit), failure_guard(rank, store) as failures:  # noqa: PT012
+        failures.know([Member(machine="elsewhere", pid=1), Member.here(), Member.here()])
+        raise LOST
+    saw = "a rank of another host was killed or crashed, or is cut off (RuntimeError: Connection closed by peer"
+    said = f"specactor: rank {rank}: {saw} [127.0.0.1]). {failure.RESUME}\n"
+    assert (said in capsys.readouterr().err) is reports
+
+
+def test_a_rank_that_is_ended_while_it_waits_says_what_it_saw(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher of a host ends its ranks where that of rank 0, and with it the store, is gone."""
+    for name, value in (("GRACE_S", 1.0), ("_NOTICE_S", 0.0), ("LINGER_S", 0.0)):
+        monkeypatch.setattr(failure, name, value)
+    monkeypatch.setattr(failure.os, "_exit", lambda code: None)
+    with pytest.raises(SystemExit), failure_guard(1, Tickets()) as failures:  # noqa: PT012
+        failures.know([Member(machine="elsewhere", pid=1), Member.here()])
+        threading.Timer(0.3, failures.on_sigterm).start()
+        raise LOST
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("specactor: rank")]
+    assert "a rank of another host was killed or crashed" in line
+
+
+def test_a_rank_that_is_ended_says_where_the_launchers_store_is_gone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_NOTICE_S", 0.0), ("LINGER_S", 0.0)):
+        monkeypatch.setattr(failure, name, value)
+    monkeypatch.setattr(failure.os, "_exit", lambda code: None)
+    with failure_guard(1, Closing(0, 0)) as failures:
+        failures.know([Member(machine="elsewhere", pid=1), Member.here()])
+        failures.on_sigterm()
+    ended = f"ended by SIGTERM: the launcher of rank 0 is gone. {failure.RESUME}"
+    assert capsys.readouterr().err == f"specactor: rank 1: {ended}\n"
+
+
+def test_over_hosts_the_launchers_store_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "LINGER_S", 0.5)
+    started = time.monotonic()
+    with pytest.raises(SystemExit), failure_guard(0, Tickets()) as failures:  # noqa: PT012
+        failures.know([Member.here(), Member(machine="elsewhere", pid=1)])
+        raise EngineError("gone")
+    assert time.monotonic() - started >= 0.5
 
 
 STUCK = """

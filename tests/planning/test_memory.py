@@ -111,6 +111,14 @@ def test_where_the_optimizer_is_decides_what_fits(state: str, device_bytes: int,
     assert of_devices.fits == (state != "float32")
 
 
+@pytest.mark.parametrize("devices", [8, 64])
+def test_a_host_has_the_policy_once_for_its_engines(devices: int) -> None:
+    """From its own ranks or from those of other hosts (`test_hosts.test_what_a_host_lacks_crosses_once`)."""
+    config = load(["qwen3_30b_a3b", "--parallel.engines", str(devices // 4)])
+    row = host_memory_of(config, devices, 8).rows["policy, for engines"]
+    assert row == dict.fromkeys(PHASES, pytest.approx(MOE.weights_bytes))
+
+
 def test_the_page_says_what_is_predicted() -> None:
     said = (ROOT / "docs" / "gpu.md").read_text().partition("## Predicted peaks")[2].partition("\n## ")[0]
     rows = re.findall(r"\| (qwen\w+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", said)

@@ -1,5 +1,5 @@
 """Two trainer ranks with equal weights, on a host each as far as they know, with an engine each. A bit of the second
-rank's copy changes between two pushes; rank 0 writes what came of it as JSON.
+rank's copy changes before a run's sync; rank 0 writes what came of it as JSON.
 
 torchrun ... -m tests.weights_sync.diverged_script MODEL_DIR FOLDER
 """
@@ -9,15 +9,21 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from specactor.actor import SpecActor
 from specactor.config import WeightsSyncConfig
+from specactor.device_memory import DeviceMemory
+from specactor.errors import WeightSyncError
 from specactor.parallel.collective import destroy_groups
 from specactor.rollout.sglang.engine_client import EngineSpec
+from specactor.trainer.shards import RankShards
 from specactor.weights_sync.sender import WeightSender
+from tests.trainer import policy_cases as cases
 from tests.weights_sync.kills import states
 from tests.weights_sync.sync_script import Bench
 
@@ -30,6 +36,32 @@ class TwoHosts(Bench):
         """Whether the engines of both hosts answer the same."""
         answers = [json.dumps(answer) for answer in states(self)]
         return len(set(self.collective.gather("".join(answers), str))) == 1
+
+    def sync(self, shards: RankShards, sender: WeightSender) -> dict[str, Any]:
+        """What comes of a run's own sync, which may start engines again."""
+        self.version += 1
+        notes = list[str]()
+        actor = SpecActor(
+            config=cases.config(str(self.model_dir), {}),
+            trainer=self.trainer,
+            devices=DeviceMemory(self.collective, self.pool, is_shared=False),
+            rollouts=SimpleNamespace(pool=self.pool),  # type: ignore[arg-type]
+            sender=sender,
+            weights=shards,
+            collective=self.collective,
+            progress=SimpleNamespace(note=notes.append),  # type: ignore[arg-type]
+            distillation=None,
+            on_trace=lambda step, spans: None,
+            recorder=None,  # type: ignore[arg-type]
+            audit=None,  # type: ignore[arg-type]
+            version=self.version,
+        )
+        try:
+            told = [f"{actor.sync()}"]
+        except WeightSyncError as error:
+            told = [type(error).__name__, str(error)]
+        everyone = self.collective.gather(told, list[str])
+        return {"alike": all(each == told for each in everyone), "error": told, "notes": notes}
 
 
 def main() -> None:
@@ -44,7 +76,8 @@ def main() -> None:
         found: dict[str, Any] = {"first": first, "same answers": [bench.alike()]}
         weights = next(p for name, p in shards._parameters if ".experts." in name).data.view(-1).view(torch.int32)
         weights[-1] ^= bench.collective.rank << 22
-        found |= bench.push(shards, sender=sender)
+        found |= bench.sync(shards, sender)
+        found["started"] = sum(bench.collective.gather(sum(bench.pool._restarts.values()), int))
         found["lost"] = sum(bench.collective.gather(bench.pool.any_lost(), bool))
         weights[-1] ^= bench.collective.rank << 22
         bench.collective.together("restart", bench.pool.restart_lost)

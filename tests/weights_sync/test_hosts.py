@@ -231,8 +231,8 @@ def test_a_first_push_crosses_once_where_there_is_memory(job: Job, lacking: int 
     def room_bytes(local_ranks: int) -> int:
         return 0 if threading.current_thread().name == f"rank {lacking}" and why == "room" else real(local_ranks)
 
-    def make(self: mirrors.Mirrors, crossings: Sequence[mirrors.Crossing]) -> list[str]:
-        problems = made(self, crossings)
+    def make(self: mirrors.Mirrors, crossings: Sequence[mirrors.Crossing], **most: Any) -> list[str]:
+        problems = made(self, crossings, **most)
         kept = all(self is not each for sender in job.senders for each in sender._mirrors[:2])
         full = why == "making" and kept and lacking in {crossing.taker for crossing in crossings}
         return ["no memory"] * len(HOSTS) if full else problems
@@ -426,6 +426,24 @@ def test_a_rank_that_cannot_take_part_in_the_plan_has_all_use_buckets(job: Job, 
     assert job.right()
     job.learn()
     assert {(report.num_rounds, report.note) for report in job.reports()} == {(1, "")}
+    assert job.right()
+
+
+def test_a_rank_without_room_for_what_comes_from_other_hosts_has_all_use_buckets(job: Job) -> None:
+    """Nothing fails where it is only reserved: the kernel would end the rank when it is written."""
+
+    def room_bytes(local_ranks: int) -> int:
+        return SIZE - (threading.current_thread().name == "rank 2")
+
+    job.senders = job.new_senders()
+    job.learn()
+    with mock.patch.object(pulls, "room_bytes", room_bytes):
+        [note] = {report.note for report in job.reports()}
+    size = f"{SIZE} bytes are needed, and a rank may take {SIZE - 1}"
+    assert note == f"rank 2: no memory for what comes from other hosts: {size}"
+    assert job.right()
+    job.learn()
+    assert {report.num_rounds for report in job.reports()} == {1}
     assert job.right()
 
 

@@ -233,14 +233,15 @@ def test_a_killed_rank_takes_its_engines_with_it(
 
 @pytest.mark.deep
 def test_a_copy_on_another_host_that_differs_ends_the_engines(warm_starter: WarmStarter, tmp_path: Path) -> None:
-    """Each host takes the weights from its own rank; one bit differs on one of them."""
+    """Each host takes the weights from its own rank; one bit differs on one of them. None is started again."""
     shape = TinyModelConfig(num_layers=2, hidden_size=128, num_experts=4, expert_size=64)
     make_tiny(shape, tmp_path / "model")
     run_ranks(2, "tests.weights_sync.diverged_script", tmp_path / "model", tmp_path, folder=tmp_path)
     found = json.loads((tmp_path / "results.json").read_text())
     assert found["first"] == [1, 0]
     assert found["alike"]
-    assert "experts.w13_weight is not the same on trainer ranks 0 and 1" in found["error"]
-    assert found["lost"] == 2
+    assert found["error"][0] == "CopiesDifferError"
+    assert "experts.w13_weight is not the same on trainer ranks 0 and 1" in found["error"][1]
+    assert (found["lost"], found["started"], found["notes"]) == (2, 0, [])
     assert found["again"] == [1, 0]
     assert found["same answers"] == [True, True]
