@@ -102,7 +102,7 @@ SIZES = {
         job_dtypes=("float32", "bfloat16"),
         job=(
             *("--train.steps", "5", "--rollout.engine.memory-fraction", "0.3"),
-            *("--warmup.steps", "60", "30", "--train.max-logprob-gap", "0.01"),
+            *("--warmup.steps", "60", "30", "--train.max-logprob-gap", "inf"),  # Triton multiplies float32 as TF32
         ),
     ),
 }
@@ -161,7 +161,7 @@ class Bench:
         made = self.folder / "job-model"
         if not made.exists():
             make_tiny_model(TinyModelConfig(hidden_size=256, head_dim=64), 0, made)
-        return ("--model.path", str(made), "--model.dtype", dtype, "--train.max-logprob-gap", "inf")
+        return ("--model.path", str(made), "--model.dtype", dtype)
 
     def close(self) -> None:
         """Give the device back."""
@@ -274,7 +274,7 @@ def drafting(window: int, largest: int) -> SpeculationConfig:
 
 def differences(some: Sequence[Trajectory], plain: Sequence[Trajectory]) -> Found:
     """How responses differ from the plain ones of the same requests."""
-    pairs = list(zip(some, plain, strict=False))
+    pairs = list(zip(some, plain[: len(some)], strict=True))
     tokens = sum(x != y for a, b in pairs for x, y in zip(a.token_ids, b.token_ids, strict=False)) + sum(
         abs(len(a.token_ids) - len(b.token_ids)) for a, b in pairs
     )

@@ -65,6 +65,7 @@ def speed(
                 got = engine.generate(requests[:count])
                 if repetition:  # the first warms up
                     rates[window].append(sum(len(t.token_ids) for t in got) / (time.perf_counter() - start))
+                assert len(got) == count
                 one = differences(got, plain)
                 found["differ"] += one["differ"] + one["bits"]
         found["rates"][str(count)] = {str(window): values for window, values in rates.items()}
@@ -72,7 +73,7 @@ def speed(
 
 
 def result(folder: Path) -> Result:
-    """Return the page of what is there."""
+    """Return the page of what is there; its words are of the run that is stored."""
     read: dict[str, Any] = {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
     rates: Mapping[str, Mapping[str, Sequence[float]]] = read["speed"]["rates"]
     rows = [
@@ -101,12 +102,12 @@ def result(folder: Path) -> Result:
         f"{job['differ']} of {job['steps']} steps of a job have other metrics with speculation than without. With "
         "drafts that are right four times of five and cost nothing, the best window gives "
         + ", ".join(f"{gain:.2f}" for gain in best.values())
-        + f" times plain speed at {', '.join(best)} requests: with many, rounds wait for the host.",
+        + f" times plain speed at {', '.join(best)} requests.",
         intro="One H100, bfloat16, SGLang's Triton attention; a mixture of 32 experts with random weights, 8 layers, "
-        "hidden size 2,048. A quarter each of the requests is sampled from all tokens, with top-p, with top-k, and "
+        "hidden size 2,048. A quarter each of the requests was sampled from all tokens, with top-p, with top-k, and "
         "greedily. Speeds are of one run each, after one that warmed up; the job is the quickstart's, cut to five "
         f"steps. In {len(kernels)} cases {of_kernels} rows of our own kernels differ alone and in company, or from the "
-        "CPU's. [What each stage gave](gpu/).",
+        "CPU's. [What each stage gave](gpu/); figures without a file there were read from logs.",
         columns=COLUMNS,
         rows=rows,
         notes=_NOTES.format(rounds=markdown(OF_ROUNDS, table)),
@@ -122,12 +123,14 @@ _NOTES = """Milliseconds of a round by draft tokens of each request, when CUDA g
 
 - No engine started: Megatron's module for inference, which SGLang's dumper imports, turns torch-memory-saver to a mode
   without CUDA graphs.
-- Graphs were captured for as many rows as requests may run, so a verification of more took 18 to 21 ms instead of
-  about 5. They now reach to all rows of a verification (the speeds above are with them).
-- In a round the host waited six times for the device: each copy of ordinary memory waits for all that was launched.
-  Now it waits for the samples alone, which simulated devices count; **not measured since**.
-- The first pass of a draft model ran without a graph. Now it has one; **not run since**.
-- Scoring took 2.4 s of each of the first steps, waiting for processes that nobody needed; now 2 ms.
+- Graphs were captured for as many rows as requests may run, so a verification of more ran without one: 18 ms with 64
+  requests and 4 draft tokens, where the device needs a fraction. They now reach to all rows of a verification. The
+  speeds above are with them; the rounds were not measured again.
+- In a round the host waited six times for the device (a profile; 16 requests, 2.5 of 5.8 ms the device's): each copy of
+  ordinary memory waits for all that was launched. Now our code waits for the samples alone, which simulated devices
+  count; **not measured since**.
+- The first pass of a draft model ran without a graph. Now it has one, up to 512 rows; **not run since**.
+- Scoring took 2.4 s of each of the first steps, waiting for processes that nobody needed; now 2 ms on two cores.
 
 **What else was seen.** In float32 log-probabilities of trainer and engine differ by 0.0012 on average and 0.32 at most
 (bfloat16: 0.006 and 0.70): Triton multiplies float32 as TF32, so `train.max_logprob_gap` 1e-4 would end a run; correct

@@ -31,6 +31,10 @@ if [[ -z "${GPUS:-}" ]]; then
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
+child= signal=
+trap 'signal=TERM; kill -TERM "$child" 2>/dev/null || true' TERM
+trap 'signal=INT; kill -INT "$child" 2>/dev/null || true' INT
+
 # Each start is a whole new torchrun: its own --max-restarts would keep a store, and where that host dies, nothing.
 for ((left = ${MAX_RESTARTS:-0}; ; left--)); do
     setpriv --pdeathsig KILL torchrun \
@@ -40,13 +44,16 @@ for ((left = ${MAX_RESTARTS:-0}; ; left--)); do
         --rdzv-endpoint "$HEAD" \
         --rdzv-id "${RUN_ID:-specactor}" \
         "$root/launch/train_moe.py" "$@" &
-    child=$! signal=
-    trap 'signal=TERM; kill -TERM "$child" 2>/dev/null' TERM
-    trap 'signal=INT; kill -INT "$child" 2>/dev/null' INT
+    child=$!
+    [[ -z $signal ]] || kill -s "$signal" "$child" 2>/dev/null || true # it came before there was a child
     while code=0; wait "$child" || code=$?; kill -0 "$child" 2>/dev/null; do :; done
     if [[ $code == 0 || -n $signal || $left -le 0 ]]; then exit "$code"; fi
     echo "specactor: $(hostname): torchrun ended with $code and is started again, $left times at most" >&2
-    sleep 20 &  # until other hosts' ranks have ended as well (failure.py): their launcher refuses whoever comes before
+    sleep 20 & # until other hosts' ranks have ended as well (failure.py): their launcher refuses whoever comes before
     child=$!
-    wait "$child" || [[ -z $signal ]] || exit "$code"
+    [[ -n $signal ]] || wait "$child" || true
+    if [[ -n $signal ]]; then
+        kill "$child" 2>/dev/null || true
+        exit "$code"
+    fi
 done

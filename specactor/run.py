@@ -31,6 +31,7 @@ from specactor.parallel.layout import (
     check,
     engine_devices,
     longest_prompt,
+    longest_text,
     place_engine,
     reserved_tokens,
 )
@@ -305,7 +306,7 @@ def _own_engines(job: _Job, model_dir: Path, access_of: Callable[[int], DrafterA
             config=engine,
             speculation=config.rollout.speculation,
             drafters=access_of(index),
-            context_length=model_shape(config).max_position,
+            context_length=longest_text(config, model_shape(config).max_position),
             reserved_tokens=reserved_tokens(config.rollout),
             awaits_weights=True,
             log_file=str((job.folder.engines / f"engine-{index}.log").resolve()),

@@ -36,6 +36,15 @@ def test_pages_stay_short() -> None:
     assert sum(len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")) <= 9_000
 
 
+def test_tables_have_as_many_columns_as_heads() -> None:
+    """Or they are shown as text."""
+    for page in [ROOT / "README.md", ROOT / "tests" / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        lines = page.read_text().splitlines()
+        for head, line in zip(lines, lines[1:], strict=False):
+            if re.fullmatch(r"\|( ?:?-+:? ?\|)+", line):
+                assert line.count("|") == re.sub(r"`[^`]*`", "", head).count("|"), (page, head)
+
+
 def anchors(page: Path) -> set[str]:
     """Places in a page that a link can name, as GitHub writes headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)

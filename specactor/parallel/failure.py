@@ -1,8 +1,8 @@
 """All ranks fail together, with one message that names the rank and the cause.
 
-Invariants: one failure has one report, on stderr, by the first rank that takes a ticket from the launcher's store; a
-rank that fails because of a peer lets that peer report first; a rank that torchrun ends is gone at once, over several
-hosts after `LINGER_S`; after Ctrl-C every rank is gone within `GRACE_S`.
+Invariants: one failure has one report, on stderr, by the first rank that takes a ticket from the launcher's store, or
+one per host where that is gone; a rank that fails because of a peer lets that peer report first; a rank that torchrun
+ends is gone at once, over several hosts after `LINGER_S`; after Ctrl-C every rank is gone within `GRACE_S`.
 """
 
 from __future__ import annotations

@@ -254,6 +254,11 @@ def longest_prompt(config: Config, max_position: int) -> int:
     return room - config.rollout.max_new_tokens
 
 
+def longest_text(config: Config, max_position: int) -> int:
+    """Return the tokens that an engine has room for in a sequence: those of the longest prompt and its response."""
+    return longest_prompt(config, max_position) + config.rollout.max_new_tokens + reserved_tokens(config.rollout)
+
+
 def engine_owner(engine: int, *, engine_tensor: int) -> int:
     """Return the rank that starts, drives and stops an engine, on the devices of ranks owner..owner+engine_tensor-1."""
     return engine * engine_tensor

@@ -18,7 +18,7 @@ from typing import Literal
 from specactor.config import Config
 from specactor.config.speculation import MADE_BY_WARM_UP, WARM_UP_HEAD
 from specactor.errors import ConfigError
-from specactor.parallel.layout import Layout, ModelShape, check
+from specactor.parallel.layout import Layout, ModelShape, check, longest_text
 from specactor.planning.model_shapes import SHAPES, TransformerShape
 
 Phase = Literal["rollout", "train", "sync"]
@@ -28,7 +28,9 @@ GRADIENT_BYTES = 4  # float32 buffers (`trainer.optimizer.wrap`)
 ADAM_BYTES = {"float32": 8, "bfloat16": 4, "host": 8}  # both moments, by train.optimizer_state
 MAIN_WEIGHT_BYTES = 4  # beside parameters that are not float32 themselves
 LOGIT_BYTES = 10  # of one logit of a micro-batch: in bfloat16, in float32 for the loss, and its gradient
+LOGIT_OF_ROUND_BYTES = 4.0
 LAYER_BYTES = 34  # per token and channel of a layer, fused attention: arXiv 2205.05198, table 2
+TRITON_PART = 256  # keys, in deterministic engines
 OVERHEAD_BYTES = 3e9  # of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed
 ESTIMATED = ("activations", "logits", "overhead")  # rows that no line of code allocates as they stand here
 
@@ -64,6 +66,16 @@ class Memory:
             )
 
 
+def _index_bytes(config: Config, shape: TransformerShape) -> float:
+    """Return what an engine's attention keeps of a row: where its keys are, and for Triton's what each part of them
+    gives, in float32."""
+    context = longest_text(config, sys.maxsize)
+    if not {"triton", "tiles"} & {*config.rollout.engine.attention.values()}:
+        return 4.0 * context
+    parts = -(-context // TRITON_PART) * shape.heads / config.parallel.engine_tensor
+    return 8.0 * context + 4.0 * parts * shape.head_dim
+
+
 def of_job(
     config: Config,
     layout: Layout,
@@ -82,6 +94,7 @@ def of_job(
     static = engine.memory_fraction * device_bytes
     speculation = config.rollout.speculation
     of_rounds = engine.max_running_requests * (1 if speculation.mode == "off" else speculation.max_window + 1)
+    of_rounds_bytes = of_rounds * (LOGIT_OF_ROUND_BYTES * shape.vocab + _index_bytes(config, shape))
     weights = width * shape.params / config.parallel.engine_tensor
     buckets = 2.0 * config.weights_sync.bucket_bytes
     rows: dict[str, dict[Phase, float]] = {
@@ -93,7 +106,7 @@ def of_job(
         "logits": {"train": LOGIT_BYTES * (1 + shape.mtp_layers) * tokens * shape.vocab / layout.tensor},
         "policy, engine": {"rollout": weights, "sync": weights},
         "keys and values": dict.fromkeys(("rollout", "sync"), max(0.0, static - weights)),
-        "rounds' logits": {"rollout": 4.0 * of_rounds * shape.vocab},  # of the largest CUDA graph, in float32
+        "rows of rounds": dict.fromkeys(PHASES, of_rounds_bytes),  # of the largest CUDA graph; not released
         "buckets": {"sync": buckets},
         "overhead": dict.fromkeys(PHASES, OVERHEAD_BYTES),
     }

@@ -39,7 +39,8 @@ MAX_WORKERS = 8
 GROW_S = 2.0
 """Another process is started for a response that has waited so long: most verifiers need one."""
 NEW_S = 10.0
-"""So long a process may take for its first answer, which waits for the verifier's imports, until others are started."""
+"""So long the first process may take for its first answer, which waits for the verifier's imports, until others are
+started."""
 START_S = 60.0
 GRACE_S = 1.0
 """Beyond its time, until the process of a verifier that has not answered is ended."""
@@ -104,9 +105,9 @@ class Grading:
         self._timeout_s, self._log_file, self._most = timeout_s, log_file, most
         self._changed = threading.Condition()
         self._waiting: deque[_Asked] = deque()
-        self._idle, self._closed = 0, False
-        self._new_until_s = -math.inf
-        """Until then no other process is started: the newest may be importing, or has just begun to answer."""
+        self._idle, self._closed, self._has_answered = 0, False, False
+        self._grow_from_s = -math.inf
+        """Before, no other process is started: the first may be importing, or one has only just been started."""
         self._verdicts: dict[str, Future[Scored]] = {}
         """Of this rollout's responses, by request."""
         self._hung: Counter[str] = Counter()
@@ -180,17 +181,16 @@ class Grading:
     def _grow(self) -> None:
         """Start another thread with a process where responses wait; the lock is held."""
         now, begun = time.monotonic(), len(self._threads)
-        if not self._waiting or self._idle or begun >= self._most or now < self._new_until_s:
+        if not self._waiting or self._idle or begun >= self._most or now < self._grow_from_s:
             return
-        if not begun or now - self._waiting[0].since_s >= GROW_S:
-            self._new_until_s = now + NEW_S
+        if not begun or now - min(asked.since_s for asked in self._waiting) >= GROW_S:
+            self._grow_from_s = now + (GROW_S if begun else NEW_S)
             self._threads.append(threading.Thread(target=self._work, name=f"grading-{begun}", daemon=True))
             self._threads[-1].start()
 
     def _work(self) -> None:
         """Ask a process of this thread's own one question after the other."""
         child: ChildProcess[Answer] | None = None
-        is_new = True
         while asked := self._next():
             left = dict(enumerate(asked))
             kind = why = ""
@@ -202,8 +202,7 @@ class Grading:
                         answer = self._answer(call, deadline)
                         self._hung[asked[answer.job].job.problem.verifier] = 0
                         left.pop(answer.job).verdict.set_result(answer)
-                        if is_new:
-                            is_new, self._new_until_s = False, time.monotonic() + GROW_S
+                        self._answered()
                 continue
             except TimeoutError:
                 kind, why = "no answer in time", f"no answer within {self._timeout_s:g} s"
@@ -212,6 +211,12 @@ class Grading:
             self._end(child)
             child = None
             self._settle(list(left.values()), len(asked) == 1, kind, why)
+
+    def _answered(self) -> None:
+        """Give the first process that answers time for those that waited for its imports."""
+        with self._changed:
+            if not self._has_answered:
+                self._has_answered, self._grow_from_s = True, time.monotonic() + GROW_S
 
     def _settle(self, left: list[_Asked], is_one: bool, kind: str, why: str) -> None:
         """What one has ended costs that one; of several nobody knows which, so that each is asked again alone."""

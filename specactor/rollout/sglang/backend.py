@@ -27,6 +27,7 @@ from specactor.rollout import process_guard
 from specactor.rollout.resume import num_begun
 from specactor.rollout.sglang import rank_calls, responses, routed_experts
 from specactor.rollout.sglang.engine_protocol import EngineSpec
+from specactor.rollout.sglang.gpu import graph_sizes
 from specactor.types import FinishReason, RolloutRequest
 
 _ADMISSION_PAUSE_S = 0.005
@@ -84,19 +85,6 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
             "max_total_tokens": config.max_total_tokens or config.max_running_requests * spec.context_length + reserve,
         }
     return arguments | dict(config.extra_args)
-
-
-def graph_sizes(most_rows: int) -> list[int]:
-    """Return numbers of rows to capture CUDA graphs of, up to the most that a verification has.
-
-    A round takes the smallest graph that holds it, so it computes at most an eighth more rows than it has, or eight
-    more. SGLang would capture none beyond 256 rows; more without a graph took six times as long on an H100.
-    """
-    sizes = [size for size in (1, 2, 4, *range(8, 257, 8)) if size < most_rows]
-    while sizes[-1:] != [most_rows]:
-        last = sizes[-1] if sizes else 0
-        sizes.append(min(most_rows, max(last + 8, last * 9 // 8 // 8 * 8)))
-    return sizes
 
 
 class Backend:

@@ -27,15 +27,13 @@ from torch import Tensor
 from specactor.config import EAGLE3_HEAD
 from specactor.rollout.sglang import sampling
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, slot_range
-from specactor.rollout.sglang.gpu import on_device
+from specactor.rollout.sglang.gpu import MAX_ROWS, graph_sizes, on_device, rows_as_requests
 from specactor.rollout.speculation.verification import common
 
 DRAFT_TEMPERATURE = 2 / 3
 """Factor of a request's temperature in its drafts. Measured at temperature 1 (docs/results/acceptance.md): 0.4 to 1.6 %
 more tokens accepted than with 1, 2.7 % with a draft model whose policy was trained on, and as many as with a factor
 fitted to what was accepted before; 1.5 % fewer where the policy became less certain than its draft model."""
-MAX_ROWS = 512
-"""Rows of one pass over tokens that were not seen yet."""
 
 
 def is_greedy(sampling: Any) -> bool:
@@ -164,9 +162,10 @@ def _runner_of(server_args: Any) -> Any:
         server_args=server_args,
     )
     runner.alloc_memory_pool()
-    runner.init_attention_backends()
-    if get_device().device == "cuda":
-        runner.init_cuda_graphs()
+    with rows_as_requests(runner):
+        runner.init_attention_backends()
+        if get_device().device == "cuda":
+            runner.init_cuda_graphs()
     return runner
 
 
@@ -180,11 +179,13 @@ def _alone(**arguments: Any) -> Any:
         "sampling_backend": "pytorch",
         "page_size": 1,
         "cuda_graph_backend_prefill": "disabled",
+        "cuda_graph_bs_decode": graph_sizes(max(MAX_ROWS, arguments["max_running_requests"])),
         "log_level": "warning",
     }
     if not torch.cuda.is_available():
         arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True}
         arguments["disable_cuda_graph"] = True
+        del arguments["cuda_graph_bs_decode"]
     return ServerArgs(**arguments)
 
 
@@ -315,7 +316,8 @@ class DraftRunner:
         self.model.to(self._device)
         self._runner.token_to_kv_pool._create_buffers()
         if self._device.type == "cuda":
-            self._runner.init_decode_cuda_graph()
+            with rows_as_requests(self._runner):
+                self._runner.init_decode_cuda_graph()
 
     def place(self, row: int, index: int, block: int) -> None:
         """Positions from index * BLOCK_TOKENS on lie in this block. Args: row of the page table."""

@@ -23,6 +23,10 @@ from specactor.cpu.sglang_hooks import TILES, allow_seeded_sampling
 from specactor.errors import EngineError
 
 
+MAX_ROWS = 512
+"""Rows of a draft model's pass over tokens that it has not seen; its other passes have one per text."""
+
+
 def install() -> None:
     """Register the hooks with SGLang's plugin registry. Call it from a plugin."""
     if torch.cuda.is_available():
@@ -36,6 +40,20 @@ def install() -> None:
         "init_attention_backends": _of_rows,
     }.items():
         HookRegistry.register(f"{runner}.{method}", hook, HookType.AROUND)
+
+
+def graph_sizes(most_rows: int) -> list[int]:
+    """Return numbers of rows to capture CUDA graphs of, up to the most that a pass has.
+
+    A round takes the smallest graph that holds it, so it computes at most an eighth more rows than it has, or eight
+    more. SGLang would capture none for more rows than requests may run; such a round of 8 layers, without a graph, took
+    18 ms on an H100 instead of 5.
+    """
+    sizes = [size for size in (1, 2, 4, *range(8, 257, 8)) if size < most_rows]
+    while not sizes or sizes[-1] < most_rows:
+        last = sizes[-1] if sizes else 0
+        sizes.append(min(-(-most_rows // 8) * 8 if most_rows > 4 else most_rows, max(last + 8, last * 9 // 8 // 8 * 8)))
+    return sizes
 
 
 def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -64,7 +82,8 @@ def _keep_graphs_releasable() -> None:
 
 @contextmanager
 def rows_as_requests(runner: Any) -> Iterator[None]:
-    """Within, SGLang's runner takes every row of a verification for a request that is decoded plainly.
+    """Within, SGLang's runner takes every row of a pass for a request that is decoded plainly: of a verification, or of
+    a draft model's.
 
     How many requests can run, it reads from the pool of requests: for its buffers of indices, for the sizes of graphs,
     and for the buffer of their logits.
@@ -73,8 +92,11 @@ def rows_as_requests(runner: Any) -> Iterator[None]:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     pool, algorithm = runner.req_to_token_pool, runner.spec_algorithm
-    requests = pool.size
-    pool.size = requests * (get_spec().speculative_num_draft_tokens or 1)
+    requests, per_request = pool.size, get_spec().speculative_num_draft_tokens
+    if runner.is_draft_worker or not per_request:
+        pool.size = max(requests, MAX_ROWS)
+    else:
+        pool.size = requests * per_request
     runner.spec_algorithm = SpeculativeAlgorithm.NONE
     try:
         yield
@@ -83,6 +105,8 @@ def rows_as_requests(runner: Any) -> Iterator[None]:
 
 
 def _of_rows(original: Callable[[Any], Any], runner: Any) -> Any:
+    if not runner.spec_algorithm.is_speculative():
+        return original(runner)
     with rows_as_requests(runner):
         return original(runner)
 

@@ -12,8 +12,9 @@ import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.cpu import sglang as cpu
-from specactor.rollout.sglang.backend import graph_sizes, server_args
+from specactor.rollout.sglang.backend import server_args
 from specactor.rollout.sglang.engine_protocol import EngineSpec
+from specactor.rollout.sglang.gpu import graph_sizes
 from tests.lib.scripts import found_by
 
 COUPLED = SpeculationConfig(mode="coupled", drafters=("model",), draft_model="d")
@@ -94,7 +95,7 @@ def test_graphs_reach_to_all_rows_of_a_verification(on_hopper: dict[str, Any]) -
 def test_a_round_computes_few_rows_beyond_its_own(most: int) -> None:
     sizes = graph_sizes(most)
     assert sizes == sorted({*sizes})
-    assert sizes[-1] == most
+    assert most <= sizes[-1] < most + 8
     for rows in range(1, most + 1):
         taken = next(size for size in sizes if size >= rows)
         assert taken - rows <= max(7, rows // 8 + 8)
