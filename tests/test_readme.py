@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def test_tables_have_as_many_columns_as_heads() -> None:
     """Or they are shown as text."""
     for page in [ROOT / "README.md", ROOT / "tests" / "README.md", *(ROOT / "docs").rglob("*.md")]:
         lines = page.read_text().splitlines()
-        for head, line in zip(lines, lines[1:], strict=False):
+        for head, line in itertools.pairwise(lines):
             if re.fullmatch(r"\|( ?:?-+:? ?\|)+", line):
                 assert line.count("|") == re.sub(r"`[^`]*`", "", head).count("|"), (page, head)
 

@@ -21,6 +21,7 @@ from specactor.parallel.layout import (
     engine_devices,
     engine_owner,
     longest_prompt,
+    longest_text,
     own_device,
     place_engine,
 )
@@ -311,6 +312,7 @@ def test_a_prompt_must_fit_model_cache_and_micro_batch_beside_the_response(
         train=replace(base.train, tokens_per_microbatch=microbatch),
     )
     assert longest_prompt(run, 512) == expected
+    assert longest_text(run, 512) == min(512, kv or 512, microbatch - 1 + 2), "room for both, and what SGLang keeps"
 
 
 @pytest.mark.parametrize("kv", [None, 300])

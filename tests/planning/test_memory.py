@@ -14,7 +14,7 @@ from rich.console import Console
 
 from specactor.config import Config
 from specactor.errors import ConfigError
-from specactor.parallel.layout import Layout
+from specactor.parallel.layout import Layout, longest_text
 from specactor.planning.command import show_memory
 from specactor.planning.memory import PHASES, Memory, Phase, host_memory_of, memory_of, of_job
 from specactor.planning.model_shapes import SHAPES
@@ -53,6 +53,23 @@ def test_in_float32_the_optimizer_stays() -> None:
     float32 = replace(config, model=replace(config.model, dtype="float32"))
     rows = of_job(float32, layout(64, tensor=4, expert=8), MOE, H100).rows
     assert set(rows["optimizer"]) == set(PHASES)
+
+
+def test_rows_of_rounds_have_logits_and_lists_of_keys() -> None:
+    """2,304 rows of 151,936 logits in float32, and the places of 16,384 keys and what they are rounded up to; Triton's
+    attention keeps what 64 parts of those give to 8 heads, too."""
+    config = load(["qwen3_30b_a3b"])
+    context = longest_text(config, 40_960)
+    found = {}
+    for attention in ("fa3", "triton", "tiles"):
+        engine = replace(config.rollout.engine, extra_args={"attention_backend": attention})
+        of = replace(config, rollout=replace(config.rollout, engine=engine))
+        rows = of_job(of, layout(64, tensor=4, expert=8), MOE, H100).rows["rows of rounds"]
+        assert set(rows) == set(PHASES), "SGLang does not release it"
+        found[attention] = rows["train"]
+    assert 16_000 < context <= 16_384
+    assert found["fa3"] == 2304 * 4 * (151_936 + context)
+    assert found["triton"] == found["tiles"] == 2304 * (4 * 151_936 + 8 * context + 4 * 64 * 8 * 128)
 
 
 def test_draft_models_in_an_engine_are_added_up() -> None:

@@ -22,7 +22,6 @@ from torch import Tensor
 from specactor.cpu.sglang_hooks import TILES, allow_seeded_sampling
 from specactor.errors import EngineError
 
-
 MAX_ROWS = 512
 """Rows of a draft model's pass over tokens that it has not seen; its other passes have one per text."""
 
