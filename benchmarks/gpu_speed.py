@@ -98,14 +98,14 @@ def result(folder: Path) -> Result:
     return Result(
         title="On a GPU",
         verdict=f"{wrong} of {tokens:,} tokens and log-probabilities differ in {len(cases)} cases of batches, CUDA "
-        f"graphs and drafts; so do the metrics of {job['differ']} of {job['steps']} steps with speculation. With drafts "
-        "that are right four times of five and cost nothing, the best window gives "
+        f"graphs and drafts; so do the metrics of {job['differ']} of {job['steps']} steps with speculation. With "
+        "drafts that are right four times of five and cost nothing, the best window gives "
         + ", ".join(f"{gain:.2f}" for gain in best.values())
         + f" times plain speed at {', '.join(best)} requests.",
         intro="One H100, bfloat16, SGLang's Triton attention; a mixture of 32 experts with random weights, 8 layers, "
         "hidden size 2,048. `exact` compares requests alone, in batches, in graphs and without, with drafts that are "
-        "right at 0.9, 0.5 and 0. A quarter each of the requests was sampled from all tokens, with top-p, with top-k, and "
-        "greedily. Speeds are of one run each, after one that warmed up; the job is the quickstart's, cut to five "
+        "right at 0.9, 0.5 and 0. A quarter each of the requests was sampled from all tokens, with top-p, with top-k, "
+        "and greedily. Speeds are of one run each, after one that warmed up; the job is the quickstart's, cut to five "
         f"steps. In {len(kernels)} cases {of_kernels} rows of our own kernels differ alone and in company, or from the "
         "CPU's. [What each stage gave](gpu/); figures without a file there were read from logs.",
         columns=COLUMNS,
