@@ -35,7 +35,8 @@ def job(world: int, *, recipe: str = "qwen3_30b_a3b", **sizes: int) -> Memory:
 
 @pytest.mark.parametrize(("world", "tensor", "known_gb"), [(8, 2, 88.8), (8, 4, 80.7), (16, 2, 66.0), (64, 4, 41.0)])
 def test_peaks_of_training_are_those_worked_out_by_hand(world: int, tensor: int, known_gb: float) -> None:
-    assert job(world, tensor=tensor, expert=8).of("train") == pytest.approx(known_gb * 1e9, rel=0.05)
+    trained = job(world, tensor=tensor, expert=8).of("train", without=("rows of rounds",))
+    assert trained == pytest.approx(known_gb * 1e9, rel=0.05)
 
 
 def test_parameters_are_all_on_some_rank() -> None:
@@ -159,7 +160,7 @@ def on_eight() -> Config:
 
 
 def test_what_cannot_fit_is_refused_with_what_takes_most() -> None:
-    with pytest.raises(ConfigError, match=r"^parallel: got .70 GB per device in phase train \(optimizer 46, gr"):
+    with pytest.raises(ConfigError, match=r"^parallel: got .72 GB per device in phase train \(optimizer 46, gr"):
         memory_of(on_eight(), 8, 60e9).check()
     memory = memory_of(on_eight(), 8, H100)
     memory.check()  # what is certain fits, and estimates refuse nothing
