@@ -44,7 +44,8 @@ class RankContext:
         self.tp_size: int = get_parallel().tp_size
         self.model: torch.nn.Module = scheduler.tp_worker.model_runner.model
         self.draft_worker: Any = scheduler.draft_worker
-        if self.draft_worker is not None and (mtp := self.draft_worker.draft_runners.get(MTP)) is not None:
+        runners = getattr(self.draft_worker, "draft_runners", {})  # SGLang's own algorithms have none of these
+        if (mtp := runners.get(MTP)) is not None:
             self.model = PolicyWithMtp(self.model, mtp.model)
         self.tool_call_parser: str | None = scheduler.server_args.tool_call_parser
 
