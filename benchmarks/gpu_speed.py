@@ -124,8 +124,8 @@ _NOTES = """Milliseconds of a round by draft tokens of each request, when CUDA g
 - No engine started: Megatron's module for inference, which SGLang's dumper imports, turns torch-memory-saver to a mode
   without CUDA graphs.
 - Graphs were captured for as many rows as requests may run, so a verification of more ran without one: 18 ms with 64
-  requests and 4 draft tokens, where the device needs a fraction. They now reach to all rows of a verification. The
-  speeds above are with them; the rounds were not measured again.
+  requests and 4 draft tokens, below. They now reach to all rows of a verification. The speeds above are with them; the
+  rounds were not measured again.
 - In a round the host waited six times for the device (a profile; 16 requests, 2.5 of 5.8 ms the device's): each copy of
   ordinary memory waits for all that was launched. Now our code waits for the samples alone, which simulated devices
   count; **not measured since**.

@@ -28,9 +28,8 @@ GRADIENT_BYTES = 4  # float32 buffers (`trainer.optimizer.wrap`)
 ADAM_BYTES = {"float32": 8, "bfloat16": 4, "host": 8}  # both moments, by train.optimizer_state
 MAIN_WEIGHT_BYTES = 4  # beside parameters that are not float32 themselves
 LOGIT_BYTES = 10  # of one logit of a micro-batch: in bfloat16, in float32 for the loss, and its gradient
-LOGIT_OF_ROUND_BYTES = 4.0
 LAYER_BYTES = 34  # per token and channel of a layer, fused attention: arXiv 2205.05198, table 2
-TRITON_PART = 256  # keys, in deterministic engines
+TRITON_PART = 256  # keys whose share of the attention is computed at once, in deterministic engines
 OVERHEAD_BYTES = 3e9  # of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed
 ESTIMATED = ("activations", "logits", "overhead")  # rows that no line of code allocates as they stand here
 
@@ -66,14 +65,21 @@ class Memory:
             )
 
 
-def _index_bytes(config: Config, shape: TransformerShape) -> float:
-    """Return what an engine's attention keeps of a row: where its keys are, and for Triton's what each part of them
-    gives, in float32."""
+def _bytes_of_rounds(config: Config, shape: TransformerShape) -> float:
+    """Return what an engine rank keeps for the rows of its largest CUDA graph, which SGLang does not release.
+
+    A row has its logits in float32, the places of its keys, and with Triton's attention what each part of those keys
+    gives.
+    """
+    engine, speculation = config.rollout.engine, config.rollout.speculation
+    rows = engine.max_running_requests * (1 if speculation.mode == "off" else speculation.max_window + 1)
     context = longest_text(config, sys.maxsize)
-    if not {"triton", "tiles"} & {*config.rollout.engine.attention.values()}:
-        return 4.0 * context
-    parts = -(-context // TRITON_PART) * shape.heads / config.parallel.engine_tensor
-    return 8.0 * context + 4.0 * parts * shape.head_dim
+    if {"triton", "tiles"} & {*engine.attention.values()}:
+        parts = -(-context // TRITON_PART) * shape.heads / config.parallel.engine_tensor
+        of_keys = 8.0 * context + 4.0 * parts * shape.head_dim
+    else:
+        of_keys = 4.0 * context
+    return rows * (4.0 * shape.vocab + of_keys)
 
 
 def of_job(
@@ -92,9 +98,6 @@ def of_job(
     tokens = config.train.tokens_per_microbatch / layout.context
     engine = config.rollout.engine
     static = engine.memory_fraction * device_bytes
-    speculation = config.rollout.speculation
-    of_rounds = engine.max_running_requests * (1 if speculation.mode == "off" else speculation.max_window + 1)
-    of_rounds_bytes = of_rounds * (LOGIT_OF_ROUND_BYTES * shape.vocab + _index_bytes(config, shape))
     weights = width * shape.params / config.parallel.engine_tensor
     buckets = 2.0 * config.weights_sync.bucket_bytes
     rows: dict[str, dict[Phase, float]] = {
@@ -106,14 +109,14 @@ def of_job(
         "logits": {"train": LOGIT_BYTES * (1 + shape.mtp_layers) * tokens * shape.vocab / layout.tensor},
         "policy, engine": {"rollout": weights, "sync": weights},
         "keys and values": dict.fromkeys(("rollout", "sync"), max(0.0, static - weights)),
-        "rows of rounds": dict.fromkeys(PHASES, of_rounds_bytes),  # of the largest CUDA graph; not released
+        "rows of rounds": dict.fromkeys(PHASES, _bytes_of_rounds(config, shape)),
         "buckets": {"sync": buckets},
         "overhead": dict.fromkeys(PHASES, OVERHEAD_BYTES),
     }
     if config.algorithm.advantage == "gae":
         # Its weights leave the device, too. Too much is counted: all of an output layer, and an MTP layer.
         rows["critic"] = dict(rows["optimizer"]) | {"train": (width + GRADIENT_BYTES) * held + optimizer}
-    mtp = shape.mtp_layers if speculation.uses_mtp else 0
+    mtp = shape.mtp_layers if config.rollout.speculation.uses_mtp else 0
     if drafts or mtp:
         # Their keys and values are in the same pool (`draft_runner`); weights are there before the pool is made.
         in_all = sum(draft.weights_bytes for draft in drafts) + (width * shape.mtp_params if mtp else 0)

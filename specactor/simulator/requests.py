@@ -221,15 +221,15 @@ def round_of(
         drafted_B = drafted_B + share_B * beside.window
         most_B = np.maximum(most_B, beside.window)
         seconds = max(_verify_s(table, requests, drafted_B), elsewhere_s) + draft_s
-    accepted_B = offered_BW.sum(axis=1)
-    squares_B = offered_BW @ (2.0 * np.arange(1, width + 1) - 1.0)  # of the number that is accepted
-    return Round(
-        seconds=seconds,
-        tokens=1.0 + accepted_B,
-        drafted=drafted_B,
-        variance=np.maximum(squares_B - accepted_B**2, 0.0),
-        most=1.0 + most_B,
-    )
+    accepted_B, variance_B = _accepted(offered_BW)
+    return Round(seconds=seconds, tokens=1.0 + accepted_B, drafted=drafted_B, variance=variance_B, most=1.0 + most_B)
+
+
+def _accepted(offered_BW: Floats) -> tuple[Floats, Floats]:
+    """Return [B] mean and [B] variance of the tokens that are accepted. Args: P(j tokens or more are)."""
+    mean_B = offered_BW.sum(axis=1)
+    squares_B = offered_BW @ (2.0 * np.arange(1, offered_BW.shape[1] + 1) - 1.0)
+    return mean_B, np.maximum(squares_B - mean_B**2, 0.0)
 
 
 def _verify_s(table: CostTable, requests: int, drafted_B: Floats) -> float:
