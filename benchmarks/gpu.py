@@ -252,13 +252,13 @@ def exact(bench: Bench) -> Found:
         with running(bench.spec(SpeculationConfig(mode="off"), disable_cuda_graph=True)) as engine:
             found["without graphs"] = differences(engine.generate(requests), plain)
     outputs = {str(r.seed): list(t.token_ids) for r, t in zip(requests, plain, strict=True)}
-    _configure(bench.speculating, SpeculationConfig(mode="off", max_window=max(size.windows)))
+    configure(bench.speculating, SpeculationConfig(mode="off", max_window=max(size.windows)))
     found["speculation off"] = differences(_anew(bench.speculating, requests), plain)
     for acceptance in size.acceptances:
         script = dialled.Script(acceptance=acceptance, step_s=[0.0], outputs=outputs)
         (bench.folder / "script.json").write_bytes(msgspec.json.encode(script))
         for window in size.windows:
-            _configure(bench.speculating, drafting(window, max(size.windows)))
+            configure(bench.speculating, drafting(window, max(size.windows)))
             case = f"acceptance {acceptance:g}, window {window}"
             found[case] = differences(_anew(bench.speculating, requests), plain)
             found[case]["accepted"] = _counts(bench.speculating).accepted
@@ -282,7 +282,7 @@ def differences(some: Sequence[Trajectory], plain: Sequence[Trajectory]) -> Foun
     return {"responses": len(pairs), "tokens": sum(len(a.token_ids) for a, _ in pairs), "differ": tokens, "bits": bits}
 
 
-def _configure(engine: Engine, config: SpeculationConfig) -> None:
+def configure(engine: Engine, config: SpeculationConfig) -> None:
     engine.rank_call(CONFIGURE, msgspec.json.encode(config), timeout_s=60)
 
 
@@ -312,17 +312,6 @@ def rows(bench: Bench) -> Found:
     found = measure_once(bench.speculating, config, cells, sizes)
     assert found is not None
     return {f"{cell.requests} x {cell.window}": 1e3 * median(seconds) for cell, seconds in found.items() if seconds}
-
-
-def speed(bench: Bench) -> Found:
-    """Return tokens/s by requests and window, and how many tokens and log-probabilities differ."""
-    largest = max(bench.size.windows)
-    return gpu_speed.speed(
-        bench,
-        lambda config: _configure(bench.speculating, config),
-        lambda window: drafting(window, largest),
-        differences,
-    )
 
 
 def sync(bench: Bench) -> Found:
@@ -379,7 +368,7 @@ STAGES: dict[str, Callable[[Bench], Found]] = {
     "kernels": kernels,
     "exact": exact,
     "rows": rows,
-    "speed": speed,
+    "speed": gpu_speed.speed,
     "sync": sync,
     "job": job,
 }

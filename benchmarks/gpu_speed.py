@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -37,36 +37,33 @@ def as_in_training(requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
     return [replace(r, sampling=replace(r.sampling, temperature=1.0, top_p=1.0, top_k=-1)) for r in requests]
 
 
-def speed(
-    bench: Bench,
-    configure: Callable[[SpeculationConfig], None],
-    drafting: Callable[[int], SpeculationConfig],
-    differences: Callable[..., dict[str, Any]],
-) -> dict[str, Any]:
+def speed(bench: Bench) -> dict[str, Any]:
     """Return tokens/s by requests and window (0: plain), in turns, with drafts that are right at RIGHT, and how many
     tokens differ from plain ones."""
+    from benchmarks import gpu  # which imports this module
+
     engine, size = bench.speculating, bench.size
     requests = as_in_training(bench.requests(max(size.batches)))
     off = SpeculationConfig(mode="off", max_window=max(size.windows))
-    configure(off)
+    gpu.configure(engine, off)
     plain = engine.generate(requests)
     outputs = {str(r.seed): list(t.token_ids) for r, t in zip(requests, plain, strict=True)}
     script = dialled.Script(acceptance=RIGHT, step_s=[0.0], outputs=outputs)
     (bench.folder / "script.json").write_bytes(msgspec.json.encode(script))
-    ways = {0: off} | {window: drafting(window) for window in size.windows if window > 1}
+    ways = {0: off} | {window: gpu.drafting(window, max(size.windows)) for window in size.windows if window > 1}
     found: dict[str, Any] = {"differ": 0, "rates": {}}
     for count in size.batches:
         rates: dict[int, list[float]] = {window: [] for window in ways}
         for repetition in range(REPETITIONS + 1):
             for window, config in ways.items():
-                configure(config)
+                gpu.configure(engine, config)
                 engine.flush()
                 start = time.perf_counter()
                 got = engine.generate(requests[:count])
                 if repetition:  # the first warms up
                     rates[window].append(sum(len(t.token_ids) for t in got) / (time.perf_counter() - start))
                 assert len(got) == count
-                one = differences(got, plain)
+                one = gpu.differences(got, plain)
                 found["differ"] += one["differ"] + one["bits"]
         found["rates"][str(count)] = {str(window): values for window, values in rates.items()}
     return found
