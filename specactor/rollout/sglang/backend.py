@@ -1,12 +1,10 @@
-"""SGLang's engine as an engine's own process uses it (`engine_server`). Its schedulers, which SGLang starts as
-processes of their own, get what we add to SGLang from `plugin`.
+"""SGLang's engine as its own process uses it (`engine_server`).
 
-Decisions:
-- token ids in, token ids and log-probabilities out: no detokenizer process, and a tokenizer only for stop strings;
-- deterministic mode: a request's noise depends on (seed, position) alone;
-- a batch is one message to the scheduler, so the same batch is always admitted in the same way;
-- log-probabilities are log_softmax(logits / temperature) of the emitted token, before top-p and top-k. That is what
-  SGLang returns in this mode, and what a trainer computes.
+Invariants:
+- a request's noise depends on (seed, position) alone;
+- a batch is one message to the scheduler, so it is always admitted in the same way;
+- log-probabilities are log_softmax(logits / temperature) of the emitted token, before top-p and top-k: what a trainer
+  computes.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ PROGRESS_TOKENS = 64
 
 
 def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[str, Any]:
-    """Arguments of `sglang.Engine` for one engine; `EngineConfig.extra_args` has the last word."""
+    """Return the arguments of `sglang.Engine`. `EngineConfig.extra_args` has the last word."""
     config = spec.config
     arguments: dict[str, Any] = {
         "model_path": spec.model_dir,
@@ -91,7 +89,7 @@ class Backend:
     """A running SGLang engine; its coroutines run on `loop`."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Starts the engine and returns when it takes requests. Call it in the main thread."""
+        """Start the engine and wait until it takes requests. Call it in the main thread."""
         started = time.monotonic()
         self.gpu = torch.cuda.is_available()
         self.memory_release = self.gpu and find_spec("torch_memory_saver") is not None
@@ -115,11 +113,10 @@ class Backend:
     async def generate(
         self, requests: Sequence[RolloutRequest], report_tokens: int = 0
     ) -> AsyncIterator[tuple[int, tuple[list[int], list[float]], dict[str, Any] | None]]:
-        """Yields (index, (tokens, log-probabilities), None) after every `report_tokens` tokens of a request, and
-        (index, the same, response) when it finishes: without what was `begun` before.
+        """Yield (index, (tokens, log-probabilities), None) after every `report_tokens` tokens of a request, and (index,
+        the same, response) at its end, both without what was `begun`.
 
-        A response has token_ids, logprobs, finish_reason and routed_experts. Raises EngineError for requests
-        that SGLang or this engine refuses.
+        Raises EngineError for requests that SGLang refuses.
         """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -166,7 +163,7 @@ class Backend:
             del self._rids[request.request_id]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends these requests, as `abort_all` does; passes over those that do not run."""
+        """End these requests, and pass over those that do not run."""
         manager = self._engine.tokenizer_manager
         for request_id in request_ids:
             rid = self._rids.get(request_id, "")
@@ -178,7 +175,7 @@ class Backend:
                 manager.abort_request(rid)
 
     def abort_all(self) -> None:
-        """Ends every request; they finish with reason ``abort`` and the tokens they have."""
+        """End every request with reason ``abort`` and the tokens that it has."""
         self._engine.tokenizer_manager.abort_request(abort_all=True)
 
     async def pause(self) -> None:
@@ -188,13 +185,12 @@ class Backend:
         await self._engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         await self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput())
 
     async def release_memory(self) -> None:
-        """Give weights, KV cache and graphs back to the device. Does nothing where the platform cannot."""
+        """Give weights, KV cache and graphs back to the device, where the platform can."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         tags = [tag for tag in _MEMORY if tag not in self._released]
@@ -204,7 +200,7 @@ class Backend:
             self._released = set(_MEMORY)
 
     async def resume_memory(self, tags: Sequence[str] = _MEMORY) -> None:
-        """Take memory of these kinds again, if it was released. Weights are undefined until the next sync."""
+        """Take released memory again. Weights are undefined until the next sync."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         wanted = [tag for tag in tags if tag in self._released]
@@ -214,9 +210,9 @@ class Backend:
             self._released -= set(wanted)
 
     def rank_call(self, name: str, payload: bytes, timeout_s: float) -> list[bytes]:
-        """Runs a registered function in every rank; blocks, so call it in a thread, one call at a time.
+        """Run a registered function in every rank. Blocks: call it in a thread, one call at a time.
 
-        Raises EngineError when a rank fails, and TimeoutError when a rank does not come back.
+        Raises EngineError when a rank fails, and TimeoutError when one does not come back.
         """
         from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send
 
@@ -248,11 +244,9 @@ def _engine_class(*, fork: bool) -> Any:
     from sglang.srt.managers.load_snapshot import shm_path_for
 
     class TokenEngine(Engine):  # type: ignore[misc]
-        """Without the detokenizer process, which has nothing to do when there is no text."""
-
         @classmethod
         def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
-            return [], []
+            return [], []  # there is no text to make
 
         @classmethod
         def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -> Any:
@@ -285,7 +279,6 @@ def _sampling(request: RolloutRequest, stream_interval: int) -> dict[str, Any]:
 
 
 def _state(out: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Tokens and log-probabilities so far."""
     tokens = [int(token) for token in out["output_ids"]]
     logprobs = [float(entry[0]) for entry in out["meta_info"].get("output_token_logprobs") or []]
     if len(tokens) != len(logprobs):

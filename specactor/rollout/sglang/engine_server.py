@@ -1,4 +1,4 @@
-"""What an engine's process does: start SGLang, then answer the calls of the trainer rank on the inherited socket."""
+"""What an engine's process does: start SGLang, then answer the trainer rank's calls on the inherited socket."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _BACKSTOP_S = 30.0
 
 
 def run(connection: socket.socket) -> None:
-    """Serve until the end of the stream. The first message names the engine (`Start`)."""
+    """Serve until the end of the stream. The first message is `Start`."""
     frame = frames.read(connection, TO_HOST)
     if frame is None:
         return
@@ -72,13 +72,12 @@ def _start(spec: EngineSpec) -> Backend:
 
 
 def _end_without(pid: int) -> None:
-    """The guard ends what else is there."""
     print(f"specactor: scheduler {pid} died", flush=True)
-    os._exit(1)
+    os._exit(1)  # the guard ends what else is there
 
 
 class _Server:
-    """Answers calls, each in a task of its own, so that an abort overtakes a generation."""
+    """Answers each call in a task of its own, so that an abort overtakes a generation."""
 
     def __init__(self, backend: Backend, connection: socket.socket) -> None:
         self._backend = backend
