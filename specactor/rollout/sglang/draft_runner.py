@@ -1,13 +1,10 @@
-"""A draft model on SGLang's model runner: what it has seen of a text, and how it goes on.
-
-The drafter `model` in an engine (`model_drafter`) and a drafter process (`draft_backend`) both draft with a
-`DraftRunner`. They differ in where keys and values lie: at the target's slots, or in a pool of its own (`load_alone`).
+"""A draft model on SGLang's model runner, in an engine (`model_drafter`) or in a drafter process (`draft_backend`).
 
 Invariants:
-- the first `cached` tokens of a text, counted from position 0, have keys and values that were computed from just these
-  tokens; what drafts left behind them is overwritten before it is read. So a rollback is a shorter length;
-- what is drafted for a text depends on its tokens, seed and temperature: not on the other texts of the call, nor on
-  what was drafted, evicted or rolled back before.
+- the first `cached` tokens of a text have keys and values that were computed from just these; what drafts left behind
+  them is overwritten before it is read, so a rollback is a shorter length;
+- a draft depends on its text's tokens, seed and temperature: not on other texts, nor on what was drafted, evicted or
+  rolled back before.
 
 Shape legend: R rows, B texts, V vocabulary.
 """
@@ -32,24 +29,23 @@ from specactor.rollout.speculation.verification import common
 
 DRAFT_TEMPERATURE = 2 / 3
 """Factor of a request's temperature in its drafts. Measured at temperature 1 (docs/results/acceptance.md): 0.4 to 1.6 %
-more tokens accepted than with 1, 2.7 % with a draft model whose policy was trained on, and as many as with a factor
-fitted to what was accepted before; 1.5 % fewer where the policy became less certain than its draft model."""
+more tokens accepted than with 1, 2.7 % more with a draft model whose policy was trained on, 1.5 % fewer where the
+policy became less certain than its draft model."""
 
 
 def is_greedy(sampling: Any) -> bool:
-    """Whether the noise of a request with these parameters of SGLang is of no use to drafters: there is none, or it
-    belongs to ranks among sorted tokens."""
+    """Return whether a request's noise is of no use to drafters: there is none, or it belongs to ranks among sorted
+    tokens."""
     from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
     return bool(sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k < TOP_K_ALL)
 
 
-_loaded: list[Any] = []
-"""SGLang's configurations of this rank's draft models."""
+_loaded: list[Any] = []  # SGLang's configurations of this rank's draft models
 
 
 def load(folder: str, server_args: Any, *, gpu_id: int, nccl_port: int, target_worker: Any) -> Any:
-    """SGLang's worker with a draft model, on this rank; it has no memory pool yet. Takes a dense model."""
+    """Return SGLang's worker with a draft model on this rank, without a memory pool yet."""
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.runtime_context import get_spec
 
@@ -66,7 +62,7 @@ def load(folder: str, server_args: Any, *, gpu_id: int, nccl_port: int, target_w
 
 
 def install() -> None:
-    """Registers the hook with SGLang's plugin registry. Call it from a plugin."""
+    """Register the hook. Call it from a plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     cell_size = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
@@ -74,16 +70,13 @@ def install() -> None:
 
 
 def _with_the_draft_model(original: Callable[..., int], configurator: Any, kvc: Any, num_layers: int) -> int:
-    """Bytes of keys and values of one token, by which SGLang makes pools from the memory that is free.
-
-    Draft models keep as many tokens as the target. SGLang counts them for its own algorithms alone; without, the
-    target's pool takes all, and there is nothing left for those of draft models.
-    """
+    """Return the bytes of one token's keys and values, those of draft models included."""
     own = original(configurator, kvc, num_layers)
     if kvc.is_draft_worker:
         return own
     from sglang.srt.runtime_context import get_parallel
 
+    # SGLang counts draft models for its own algorithms alone. Here the target's pool would take all free memory.
     for draft in _loaded:
         layers = draft.num_nextn_predict_layers if is_mtp(draft) else draft.num_hidden_layers
         heads = draft.get_num_kv_heads(get_parallel().attn_tp_size)
@@ -93,12 +86,12 @@ def _with_the_draft_model(original: Callable[..., int], configurator: Any, kvc: 
 
 
 def is_mtp(model_config: Any) -> bool:
-    """Whether it is the target's MTP layer, as SGLang names it where it serves one as a draft model."""
+    """Return whether it is the target's MTP layer."""
     return "MiMoMTP" in (model_config.hf_config.architectures or ())
 
 
 def num_features(model_config: Any) -> int:
-    """Numbers that the model reads of the target's hidden states at a token; 0: it is no head (`head_runner`)."""
+    """Return how many numbers a head reads of the target's hidden states at a token; 0 for other models."""
     config = model_config.hf_config
     if is_mtp(model_config):
         return int(config.hidden_size)
@@ -118,11 +111,13 @@ def load_alone(
     memory_fraction: float = 0.5,
     random_seed: int = 0,
 ) -> Any:
-    """SGLang's runner of a dense model, with a page table and a KV pool of its own. Once per process, before CUDA or
-    sockets are used. The process's TMPDIR must be its own.
+    """Return SGLang's runner of a dense model, with a page table and a KV pool of its own.
 
-    Args: slots of the KV pool, or None, and SGLang decides; rows of the page table; longest text in tokens; share of a
-    GPU's memory for weights and KV pool.
+    Call it once per process, before CUDA or sockets are used, with a TMPDIR of its own.
+
+    Args:
+        max_tokens: slots of the KV pool; None lets SGLang decide.
+        memory_fraction: share of a GPU's memory for weights and KV pool.
     """
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = (Path(os.environ["TMPDIR"]) / "rendezvous").as_uri()
     from sglang.srt.plugins import load_plugins
@@ -142,7 +137,6 @@ def load_alone(
 
 
 def _runner_of(server_args: Any) -> Any:
-    """Return SGLang's runner, alone in its process."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
     from sglang.srt.layers.moe import initialize_moe_config
@@ -170,7 +164,6 @@ def _runner_of(server_args: Any) -> Any:
 
 
 def _alone(**arguments: Any) -> Any:
-    """Return SGLang's ServerArgs for `load_alone`."""
     from sglang.srt.server_args import ServerArgs
 
     arguments |= {
@@ -196,7 +189,7 @@ class SequenceCache:
     cached: int = 0
     """Leading tokens whose keys and values count."""
     fed: list[int] = field(default_factory=list)
-    """Draft tokens that it saw after those; seen for good as far as the text goes on with the same."""
+    """Draft tokens that it saw after those; they count as far as the text goes on with the same."""
 
     def grow(self, length: int, tokens: Sequence[int]) -> None:
         """`tokens` follow the text, which had `length`."""
@@ -216,7 +209,6 @@ class DraftText:
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
     seed: int
-    """Of the request's noise."""
     temperature: float
     """0: the likeliest token is drafted."""
     window: int
@@ -230,7 +222,6 @@ class DraftText:
         return len(self.prompt_ids) + len(self.output_ids)
 
     def since(self, start: int) -> list[int]:
-        """Tokens from position `start` on."""
         prompt = len(self.prompt_ids)
         if start >= prompt:
             return list(self.output_ids[start - prompt :])
@@ -255,29 +246,23 @@ class DraftBatch:
         """[B]"""
 
     def count(self, depth: int) -> int:
-        """Texts that want more than `depth` tokens; they are the first ones."""
+        """Return how many texts want more than `depth` tokens: the first ones."""
         return sum(text.window > depth for text in self.texts)
 
 
 class DraftRunner:
-    """Of one engine rank, or of a drafter process. With several ranks all must call it, with equal arguments.
-
-    Passes with a row per text run in SGLang's CUDA graphs where there are any. All others go to the layers directly:
-    what SGLang's runner does besides serves batches of the scheduler, and takes longer than a small model.
-    """
+    """Drafts on one engine rank or in a drafter process. All ranks must call it, with equal arguments."""
 
     draft_temperature = DRAFT_TEMPERATURE
-    first_token = 0
-    """The first that it is shown."""
-    keeps_drafts = True
-    """Whether what it has seen of its own drafts counts, as far as the text goes on with the same."""
+    first_token = 0  # that it is shown
+    keeps_drafts = True  # what it saw of its drafts counts as far as the text goes on with the same
 
     def __init__(self, runner: Any) -> None:
         from sglang.srt.model_executor import forward_batch_info
 
         self._runner = runner
         self.seconds: list[int] | None = None
-        """Of the last call, per text its second choice for the first token, for whoever sets it to a list before."""
+        """Of the last call, per text its second choice for the first token, if it was set to a list before."""
         self._info = forward_batch_info
         self._vocab_size = int(runner.model_config.vocab_size)
         self._device = torch.device(runner.device)
@@ -289,22 +274,18 @@ class DraftRunner:
 
     @property
     def context_length(self) -> int:
-        """Longest text in tokens."""
         return int(self._runner.model_config.context_len)
 
     @property
     def num_slots(self) -> int:
-        """Of the KV pool; they count from 1."""
-        return int(self._runner.max_total_num_tokens)
+        return int(self._runner.max_total_num_tokens)  # counted from 1, as rows are
 
     @property
     def num_rows(self) -> int:
-        """Of the page table; they count from 1."""
         return int(self._runner.req_to_token_pool.size)
 
     def leave_device(self) -> None:
-        """Weights go to the host's memory, and the KV pool goes. On a GPU the page table and CUDA's own memory stay: a
-        process gives those back with its end alone."""
+        """Move the weights to the host and free the KV pool."""
         self.model.to("cpu")
         self._runner.decode_cuda_graph_runner = None  # it would read where the weights were
         self._runner.token_to_kv_pool._clear_buffers()
@@ -312,7 +293,7 @@ class DraftRunner:
             torch.cuda.empty_cache()
 
     def take_device(self) -> None:
-        """After `leave_device`; no key of before is there."""
+        """Undo `leave_device`; all keys are lost."""
         self.model.to(self._device)
         self._runner.token_to_kv_pool._create_buffers()
         if self._device.type == "cuda":
@@ -320,14 +301,14 @@ class DraftRunner:
                 self._runner.init_decode_cuda_graph()
 
     def place(self, row: int, index: int, block: int) -> None:
-        """Positions from index * BLOCK_TOKENS on lie in this block. Args: row of the page table."""
+        """Let positions from index * BLOCK_TOKENS on lie in this block."""
         table = self._runner.req_to_token_pool.req_to_token
         first, stop = index * BLOCK_TOKENS, min((index + 1) * BLOCK_TOKENS, table.shape[1])
         slot = slot_range(block).start
         table[row, first:stop] = torch.arange(slot, slot + stop - first, dtype=table.dtype, device=table.device)
 
     def share(self, row: int, own: int, *, length: int, block: int) -> None:
-        """Let a row of the page table read the first `length` tokens of another; its own lie in this block."""
+        """Let row `own` read the first `length` tokens of `row`; further ones lie in this block."""
         table = self._runner.req_to_token_pool.req_to_token
         stop = min(length + BLOCK_TOKENS, table.shape[1])
         table[own, :length] = table[row, :length]
@@ -336,8 +317,7 @@ class DraftRunner:
 
     @torch.no_grad()
     def draft(self, texts: Sequence[DraftText]) -> list[list[int]]:
-        """What may follow each text: a pass over the tokens that the model has not seen, a row for each, and a pass per
-        further draft token, with a row for each text."""
+        """Draft after each text: a pass over its unseen tokens, then one per further draft token."""
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
         if not texts:
@@ -368,10 +348,10 @@ class DraftRunner:
         return drafts
 
     def _sample(self, logits_BV: Tensor, batch: DraftBatch, depth: int) -> Tensor:
-        """argmax over v of log q(v) + G(seed, position, v), G the target's own noise: int64 [B], of the first texts.
+        """Return argmax_v log q(v) + G(seed, position, v), int64 [B], where G is the target's own noise.
 
         Args:
-            depth: draft tokens after the text so far; the position is that of the last, as in the target's sampler.
+            depth: draft tokens so far; the position is that of the last token, as in the target's sampler.
         """
         from sglang.srt.layers import sampler
 
@@ -389,7 +369,7 @@ class DraftRunner:
         return sampled_B1.view(-1).where(~batch.greedy[:count], likeliest_B)
 
     def _catch_up(self, batch: DraftBatch) -> Tensor:
-        """[B, V], after the last token of each text, in passes of at most `MAX_ROWS` rows over what was not seen."""
+        """Return logits [B, V] after each text, in passes of at most `MAX_ROWS` rows."""
         starts = [max(self.first_token, min(text.cache.cached, text.length - 1)) for text in batch.texts]
         unseen = [text.since(start) for text, start in zip(batch.texts, starts, strict=True)]
         rows = [
@@ -414,11 +394,13 @@ class DraftRunner:
         return torch.cat(pieces)
 
     def _logits(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor, wanted_B: Tensor | None = None) -> Tensor:
-        """[B, V], of the rows `wanted_B`, or of all. Args: tokens, rows of the page table, positions (on the CPU).
+        """Return logits [B, V] of the rows `wanted_B`, or of all. Positions are on the CPU.
 
-        A row reads the keys of its request up to its own position, be they from this pass or from an earlier one.
+        A row reads the keys of its request up to its own position, also those of this pass.
         """
         batch = self._batch(tokens_R, table_R, positions_R)
+        # Other passes go to the layers directly: SGLang's runner serves the scheduler besides, which takes longer than
+        # a small model.
         graphs = getattr(self._runner, "decode_cuda_graph_runner", None)
         if graphs is not None and graphs.can_run_graph(batch):
             replayed: Tensor = graphs.execute(batch).next_token_logits
@@ -432,7 +414,6 @@ class DraftRunner:
         return logits
 
     def _batch(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor) -> Any:
-        """A round of decoding, as SGLang's layers take it."""
         runner = self._runner
         lengths_R = positions_R + 1
         positions_R = on_device(positions_R, self._device)
