@@ -1,14 +1,11 @@
 """The scheduler's loop of engines that speculate: a plain round is launched before the tokens of the one before are
-looked at, so that the device computes while the host streams, ends and schedules.
+looked at.
 
-What a plain round needs is known without them: its positions, slots and noise; the tokens that it reads are on the
-device (SGLang's `FutureMap`). All else waits for them (`goes_on`): rounds with drafts, and what a full pool would
-interrupt; so does every prefill, and every message but a new request. So whoever pushes weights, aborts, pauses or asks
-an engine finds it as if nothing was under way, and tokens are the same with overlap and without.
-
-One round at most is under way. A request that ends in it has a row in the next, which nobody looks at: the row writes
-to a slot that was its own when it was launched, and the device computes rounds in order. There is one stream: copies of
-tokens to the host are queued behind their round, and waited for by their event.
+Invariants:
+- at most one round is under way. Rounds with drafts, prefills, a full pool and every message but a new request wait for
+  it, so that tokens are the same with overlap and without;
+- a request that ends in it has a row in the next, which nobody looks at: it writes to a slot that was its own at
+  launch, and the device computes rounds in order.
 """
 
 from __future__ import annotations
@@ -38,8 +35,7 @@ class PlainRounds(Protocol):
 
 
 def install(plain_rounds: Callable[[Any], PlainRounds | None]) -> None:
-    """Registers the hooks with SGLang's plugin registry; `plain_rounds` is of a scheduler, if its engine speculates.
-    Call it from a plugin."""
+    """Register the hook. Args: plain_rounds: those of a scheduler, if its engine speculates."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import DynamicGradMode
 
@@ -62,7 +58,7 @@ def interrupts(message: Any) -> bool:
 
 
 class Loop:
-    """Runs a scheduler, with at most one round under way."""
+    """Runs a scheduler."""
 
     def __init__(self, scheduler: Any, worker: PlainRounds) -> None:
         self._scheduler = scheduler
@@ -85,8 +81,7 @@ class Loop:
                 scheduler.last_batch = self.step()
 
     def take(self, messages: Sequence[Any]) -> None:
-        """What the scheduler was sent; all but new requests find no round under way."""
-        if any(map(interrupts, messages)):
+        if any(map(interrupts, messages)):  # who pushes weights, aborts or pauses finds no round under way
             self.finish()
             self._worker.was_interrupted()
         self._take(messages)
@@ -104,7 +99,7 @@ class Loop:
             scheduler.on_idle()
             return None
         if self._under_way:  # its requests are among those of the round that is under way
-            batch.input_ids = scheduler.future_map.output_tokens_buf[batch.req_pool_indices]
+            batch.input_ids = scheduler.future_map.output_tokens_buf[batch.req_pool_indices]  # on the device
         result = scheduler.run_batch(batch)
         if not (batch.forward_mode.is_decode() and batch.spec_algorithm.is_none()):
             scheduler.process_batch_result(batch, result)
@@ -118,7 +113,7 @@ class Loop:
         return batch
 
     def goes_on(self, batch: Any) -> bool:
-        """Return whether the round after this one, which is under way, can be launched without its tokens."""
+        """Return whether the next round can be launched without this one's tokens."""
         return bool(
             self._worker.overlaps
             and self._worker.decodes_plainly()
@@ -127,7 +122,7 @@ class Loop:
         )
 
     def finish(self) -> None:
-        """Wait for the round that is under way, if one is, and look at its tokens."""
+        """Look at the tokens of the round that is under way, if one is."""
         if self._under_way:
             batch, result = self._under_way.popleft()
             result.copy_done.synchronize()
