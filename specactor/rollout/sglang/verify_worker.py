@@ -1,13 +1,11 @@
 """The speculative algorithm SPECACTOR of an SGLang engine, registered by the plugin.
 
-A decode round: ask the `Speculator` for drafts, verify all requests' rows in one forward pass of the target, in which
-SGLang's own sampler draws every row's token with the noise of (request seed, position), and keep what equals it. So the
-tokens and log-probabilities are those that SGLang's plain decoding of the same requests gives. Rounds that are known to
-have no drafts before they begin take SGLang's own path (`verify_batch`).
+A decode round verifies all requests' drafts in one forward pass of the target, in which SGLang's own sampler draws
+every row's token with the noise of (request seed, position), and keeps what equals them. So tokens and
+log-probabilities are those of plain decoding.
 
-Under tensor parallelism rank 0 decides what is drafted, and the others follow what it says. Text drafters draft on rank
-0 alone; a draft model runs on all ranks together, and rank 0's tokens are verified. How many plain rounds follow
-comes with the drafts, so that those need no agreement.
+Under tensor parallelism rank 0 decides what is drafted and how many plain rounds follow. Text drafters draft on rank 0
+alone; a draft model runs on all ranks, and rank 0's tokens are verified.
 """
 
 from __future__ import annotations
@@ -97,8 +95,7 @@ class _Running:
 
     req: Any
     sequence: DraftSequence
-    num_begun: int
-    """Tokens that the request brought along of its response."""
+    num_begun: int  # tokens that the request brought along of its conversation
     may_draft: bool  # whether drafts can be verified for it
 
 
@@ -184,7 +181,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     @property
     def draft_runners(self) -> dict[str, Any]:
-        """SGLang's runners of draft models, by drafter."""
+        """Return SGLang's runners of draft models, by drafter."""
         return {name: worker.model_runner for name, worker in self._draft_workers.items()}
 
     @property
@@ -194,12 +191,12 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
     def _draft_model_runners(self) -> tuple[Any, ...]:
         return tuple(self.draft_runners.values())
 
+    # Whose weights SGLang may update: the draft model is not the policy, and never gets the policy's.
     def weight_update_runners(self) -> list[tuple[str, Any]]:
-        """Whose weights SGLang may update: the draft model is not the policy, and never gets the policy's."""
         return []
 
     def clear_cache_pool(self) -> None:
-        """SGLang drops all keys and values: the weights may be others from now on."""
+        """Forget all requests: the weights may be others from now on."""
         for rid in list(self._running):
             self._close(rid)
         self._plain_left = 0
@@ -211,17 +208,16 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             self._close(rid)
 
     def prepare_for_kv_cache_release(self, req: Any) -> None:
-        """SGLang keeps the keys of a request that has ended; those of a round that is under way are not among them."""
+        # SGLang keeps the keys of a request that has ended; those of a round that is under way are not among them.
         req.kv.kv_committed_len = min(req.kv.kv_committed_len, num_cached(req))
 
     def decodes_plainly(self) -> bool:
-        """Whether the next round of decoding is a plain one."""
         return self.speculator is None or self._plain_left > 0
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Any = None, pp_proxy_tensors: Any = None
     ) -> GenerationBatchResult:
-        """One batch of the scheduler; it undoes what is changed in `batch`."""
+        """Run one batch of the scheduler, which undoes what is changed in `batch`."""
         if not batch.forward_mode.is_decode():
             return self._prefill(batch, pp_proxy_tensors)
         if batch.spec_algorithm.is_none():
@@ -261,7 +257,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return emitted
 
     def _accepted(self, reqs: Sequence[Any], rows: Rows, samples: Sequence[int]) -> list[list[int]]:
-        """Per request the rows that are kept; their slots are brought to where its next tokens look for them."""
+        """Return the rows that are kept per request; their slots are brought to where its next tokens look for them."""
         paths: list[list[int]] = [_ROOT] * len(reqs)
         for i, tree in enumerate(rows.trees):
             if tree.tokens:
@@ -279,12 +275,10 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
 
     def was_interrupted(self) -> None:
-        """What comes next does not follow the round before at once."""
         self._ended = None
 
     def end_plain_round(self, requests: int) -> None:
-        """The tokens of a plain round of so many requests are on the host; the next may have been launched."""
-        assert self._ended is not None
+        assert self._ended is not None  # the next round may have been launched
         began, self._ended = self._ended, time.perf_counter()
         self.rounds.plain(began, self._ended)
         if self.speculator is not None and get_parallel().tp_rank == 0:
@@ -301,7 +295,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return result
 
     def _follow(self, reqs: Sequence[Any]) -> list[_Running]:
-        """Bring the drafters' view of the requests that run up to date with what was committed since the last round."""
+        """Bring the drafters' view of the running requests up to date."""
         self._attend(reqs)
         running = [self._running[req.rid] for req in reqs]
         for request in running:
@@ -344,7 +338,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self.speculator.close(running.sequence)
 
     def _drafts(self, reqs: Sequence[Any], running: Sequence[_Running]) -> list[DraftTree]:
-        """What to verify for each request; the same on all ranks."""
+        """Return what to verify for each request, the same on all ranks."""
         assert self.speculator is not None
         sequences = [r.sequence for r in running]
         trees: list[DraftTree] = []
@@ -368,18 +362,16 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return trees
 
     def _limits(self, running: Sequence[_Running]) -> list[int]:
-        """Most draft tokens of each request."""
         most, wanted = self._max_rows - 1, self._wanted
         return [min(most, wanted(request.req) - 1) if request.may_draft else 0 for request in running]
 
     @staticmethod
     def _wanted(req: Any) -> int:
-        """Tokens that the request may still emit."""
         return int(req.sampling_params.max_new_tokens) - len(req.output_ids)
 
     def _agreed(self, lists: list[list[int]]) -> list[list[int]]:
-        """Rank 0's lists, as many as each rank has; they hold no negative numbers, and each at most a tree or a number
-        per request."""
+        """Return rank 0's lists, as many as each rank has. They hold no negative numbers, and at most a tree or a
+        number per request each."""
         parallel = get_parallel()
         if parallel.tp_size == 1:
             return lists
@@ -393,7 +385,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
     def _emit(
         self, result: GenerationBatchResult, rows: Rows, paths: Sequence[Sequence[int]], base: torch.Tensor
     ) -> GenerationBatchResult:
-        """The round as SGLang's result: per request, its emitted tokens padded to the longest."""
+        """Return the round as SGLang's result: per request, its emitted tokens padded to the longest."""
         num_emitted = np.array([len(path) for path in paths], dtype=np.int32)
         width = int(num_emitted.max())
         if rows.drafted:
@@ -415,7 +407,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
 
 def _keep(result: GenerationBatchResult, rows: NDArray[np.int64]) -> None:
-    """Of what the target returned per row, these rows, in this order."""
+    """Keep these rows of what the target returned, in this order."""
     kept = on_device(rows, result.next_token_ids.device)
     output = result.logits_output
     if output.next_token_logprobs is not None:
@@ -442,7 +434,8 @@ def _to_tree(values: Sequence[int]) -> DraftTree:
 def register(
     starting: Callable[[], SpeculationConfig], make_speculator: Callable[[SpeculationConfig], Speculator | None]
 ) -> None:
-    """Make the algorithm known to SGLang; these give each worker that starts its configuration, and its speculator."""
+    """Make the algorithm known to SGLang. The arguments give each worker that starts its configuration and
+    speculator."""
 
     class StartedWorker(Worker):
         def __init__(self, *arguments: Any, **named: Any) -> None:
