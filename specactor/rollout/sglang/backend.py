@@ -1,10 +1,9 @@
-"""SGLang's engine as its own process uses it (`engine_server`).
+"""SGLang's engine as its own process uses it.
 
 Invariants:
-- a request's noise depends on (seed, position) alone;
-- a batch is one message to the scheduler, so it is always admitted in the same way;
-- log-probabilities are log_softmax(logits / temperature) of the emitted token, before top-p and top-k: what a trainer
-  computes.
+- noise depends on (seed, position) alone;
+- a batch is one message to the scheduler, so it is always admitted alike;
+- log-probabilities are log_softmax(logits / temperature) of the emitted token, before top-p and top-k.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ PROGRESS_TOKENS = 64
 
 
 def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[str, Any]:
-    """Return the arguments of `sglang.Engine`. `EngineConfig.extra_args` has the last word."""
+    """Return arguments of `sglang.Engine`; `extra_args` has the last word."""
     config = spec.config
     arguments: dict[str, Any] = {
         "model_path": spec.model_dir,
@@ -89,7 +88,7 @@ class Backend:
     """A running SGLang engine; its coroutines run on `loop`."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Start the engine and wait until it takes requests. Call it in the main thread."""
+        """Start the engine. Call it in the main thread."""
         started = time.monotonic()
         self.gpu = torch.cuda.is_available()
         self.memory_release = self.gpu and find_spec("torch_memory_saver") is not None
@@ -113,8 +112,8 @@ class Backend:
     async def generate(
         self, requests: Sequence[RolloutRequest], report_tokens: int = 0
     ) -> AsyncIterator[tuple[int, tuple[list[int], list[float]], dict[str, Any] | None]]:
-        """Yield (index, (tokens, log-probabilities), None) after every `report_tokens` tokens of a request, and (index,
-        the same, response) at its end, both without what was `begun`.
+        """Yield (index, (tokens, log-probabilities), None) after every `report_tokens` tokens, and (index, the same,
+        response) at the end, without what was `begun`.
 
         Raises EngineError for requests that SGLang refuses.
         """
@@ -163,7 +162,7 @@ class Backend:
             del self._rids[request.request_id]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests, and pass over those that do not run."""
+        """End these requests, where they run."""
         manager = self._engine.tokenizer_manager
         for request_id in request_ids:
             rid = self._rids.get(request_id, "")
@@ -175,7 +174,7 @@ class Backend:
                 manager.abort_request(rid)
 
     def abort_all(self) -> None:
-        """End every request with reason ``abort`` and the tokens that it has."""
+        """End every request with reason ``abort``."""
         self._engine.tokenizer_manager.abort_request(abort_all=True)
 
     async def pause(self) -> None:
@@ -190,7 +189,7 @@ class Backend:
         await self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput())
 
     async def release_memory(self) -> None:
-        """Give weights, KV cache and graphs back to the device, where the platform can."""
+        """Give all memory back to the device, where the platform can."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         tags = [tag for tag in _MEMORY if tag not in self._released]
@@ -210,7 +209,7 @@ class Backend:
             self._released -= set(wanted)
 
     def rank_call(self, name: str, payload: bytes, timeout_s: float) -> list[bytes]:
-        """Run a registered function in every rank. Blocks: call it in a thread, one call at a time.
+        """Run a registered function in every rank. It blocks: one call at a time, in a thread.
 
         Raises EngineError when a rank fails, and TimeoutError when one does not come back.
         """

@@ -1,7 +1,6 @@
-"""The draft model of a drafter process: continues the texts of many engines' requests in one batch.
+"""The draft model of a drafter process, for many engines' requests in one batch.
 
-Its pool of keys is bounded: evicted texts are computed again. Invariants: those of `draft_runner`, whatever the pool's
-size.
+Invariants: those of `draft_runner`, whatever the size of its pool.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ BRANCH = "branch"  # begins the keys of places that branches have during a call
 
 @dataclass(slots=True)
 class _Known:
-    """A text as it was in the last call."""
-
     prompt_ids: Sequence[int]
     output: int = 0  # tokens of it
     cache: SequenceCache = field(default_factory=SequenceCache)
@@ -36,7 +33,6 @@ class DraftBackend:
     runner_type = DraftRunner
 
     def __init__(self, runner: Any) -> None:
-        """Args: runner: SGLang's, from `draft_runner.load_alone`."""
         self.version = 0
         self._runner = self.runner_type(runner)
         self.wants_seconds = True
@@ -59,7 +55,7 @@ class DraftBackend:
 
     @property
     def max_tokens(self) -> int:
-        """Return for how many tokens of texts the pool has room in any case."""
+        """Return for how many tokens there is room in any case."""
         return max(1, self._runner.num_slots - self._runner.num_rows * BLOCK_TOKENS)
 
     def renew(self, weights: DraftWeights) -> str:
@@ -81,8 +77,7 @@ class DraftBackend:
         self._known.pop(key, None)
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        """Draft a token for each lane; none for a text too long for the context or the pool, nor for a branch without
-        room."""
+        """Draft a token for each lane that has room in context and pool."""
         for lane in lanes:
             if lane.branch is None:
                 self._meet(lane)
@@ -102,7 +97,7 @@ class DraftBackend:
         return self._seconds
 
     def _meet(self, lane: Lane) -> None:
-        """Find what is still seen of a text that may have changed since the last call."""
+        """Find what is still seen of a text since the last call."""
         known = self._known.get(lane.key)
         if known is None or not _same(known.prompt_ids, lane.prompt_ids):
             known = self._known[lane.key] = _Known(lane.prompt_ids)
@@ -113,7 +108,7 @@ class DraftBackend:
         known.output = len(lane.tokens)
 
     def _batches(self, lanes: Sequence[Lane]) -> Iterator[dict[int, DraftText]]:
-        """Yield the lanes that have room, by index, in as few batches as the pool allows."""
+        """Yield lanes with room, by index, in as few batches as possible."""
         asked = {lane.key for lane in lanes if lane.branch is None}  # others lose their place first
         batch: dict[int, DraftText] = {}
         for i, lane in enumerate(lanes):
@@ -134,7 +129,7 @@ class DraftBackend:
             yield batch
 
     def _branch(self, i: int, lane: Lane) -> DraftText | None:
-        """Return a branch's text, which reads the keys of its request's own text; None without those or room."""
+        """Return a branch's text, which reads its request's own keys, or None."""
         assert lane.branch is not None
         known, row = self._known.get(lane.key), self._slots.row(lane.key)
         length, total = len(lane.prompt_ids) + lane.branch, len(lane.prompt_ids) + len(lane.tokens)
@@ -148,7 +143,7 @@ class DraftBackend:
         return _text(lane, reserved.row, SequenceCache(cached=length))
 
     def _place(self, lane: Lane, in_use: Collection[Hashable]) -> DraftText | None:
-        """Return the text in its page-table row, or None without room beside those in use."""
+        """Return the text in its page-table row, or None without room."""
         tokens = len(lane.prompt_ids) + len(lane.tokens)
         if tokens > self._runner.context_length:
             return None

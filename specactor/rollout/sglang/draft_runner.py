@@ -1,10 +1,9 @@
-"""A draft model on SGLang's model runner, in an engine (`model_drafter`) or in a drafter process (`draft_backend`).
+"""A draft model on SGLang's model runner, in an engine or a drafter process.
 
 Invariants:
-- the first `cached` tokens of a text have keys and values that were computed from just these; what drafts left behind
-  them is overwritten before it is read, so a rollback is a shorter length;
-- a draft depends on its text's tokens, seed and temperature: not on other texts, nor on what was drafted, evicted or
-  rolled back before.
+- the first `cached` tokens of a text have keys and values of just these tokens; what lies behind is overwritten before
+  it is read, so a rollback is a shorter length;
+- a draft depends on its text's tokens, seed and temperature: not on other texts, evictions or rollbacks.
 
 Shape legend: R rows, B texts, V vocabulary.
 """
@@ -34,8 +33,7 @@ policy became less certain than its draft model."""
 
 
 def is_greedy(sampling: Any) -> bool:
-    """Return whether a request's noise is of no use to drafters: there is none, or it belongs to ranks among sorted
-    tokens."""
+    """Return whether a request's noise is of no use to drafters: none, or of ranks among sorted tokens."""
     from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
     return bool(sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k < TOP_K_ALL)
@@ -45,7 +43,7 @@ _loaded: list[Any] = []  # SGLang's configurations of this rank's draft models
 
 
 def load(folder: str, server_args: Any, *, gpu_id: int, nccl_port: int, target_worker: Any) -> Any:
-    """Return SGLang's worker with a draft model on this rank, without a memory pool yet."""
+    """Return SGLang's worker with a draft model, without a memory pool yet."""
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.runtime_context import get_spec
 
@@ -62,7 +60,6 @@ def load(folder: str, server_args: Any, *, gpu_id: int, nccl_port: int, target_w
 
 
 def install() -> None:
-    """Register the hook. Call it from a plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     cell_size = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
@@ -70,13 +67,12 @@ def install() -> None:
 
 
 def _with_the_draft_model(original: Callable[..., int], configurator: Any, kvc: Any, num_layers: int) -> int:
-    """Return the bytes of one token's keys and values, those of draft models included."""
     own = original(configurator, kvc, num_layers)
     if kvc.is_draft_worker:
         return own
     from sglang.srt.runtime_context import get_parallel
 
-    # SGLang counts draft models for its own algorithms alone. Here the target's pool would take all free memory.
+    # Bytes of a token: SGLang counts draft models for its own algorithms alone, and the target's pool would take all.
     for draft in _loaded:
         layers = draft.num_nextn_predict_layers if is_mtp(draft) else draft.num_hidden_layers
         heads = draft.get_num_kv_heads(get_parallel().attn_tp_size)
@@ -91,7 +87,7 @@ def is_mtp(model_config: Any) -> bool:
 
 
 def num_features(model_config: Any) -> int:
-    """Return how many numbers a head reads of the target's hidden states at a token; 0 for other models."""
+    """Return how many numbers a head reads of the target's hidden states per token; 0: no head."""
     config = model_config.hf_config
     if is_mtp(model_config):
         return int(config.hidden_size)
@@ -111,13 +107,13 @@ def load_alone(
     memory_fraction: float = 0.5,
     random_seed: int = 0,
 ) -> Any:
-    """Return SGLang's runner of a dense model, with a page table and a KV pool of its own.
+    """Return SGLang's runner of a dense model, with a page table and KV pool of its own.
 
     Call it once per process, before CUDA or sockets are used, with a TMPDIR of its own.
 
     Args:
-        max_tokens: slots of the KV pool; None lets SGLang decide.
-        memory_fraction: share of a GPU's memory for weights and KV pool.
+        max_tokens: slots of the pool; None lets SGLang decide.
+        memory_fraction: of a GPU, for weights and pool.
     """
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = (Path(os.environ["TMPDIR"]) / "rendezvous").as_uri()
     from sglang.srt.plugins import load_plugins
@@ -246,15 +242,14 @@ class DraftBatch:
         """[B]"""
 
     def count(self, depth: int) -> int:
-        """Return how many texts want more than `depth` tokens: the first ones."""
-        return sum(text.window > depth for text in self.texts)
+        return sum(text.window > depth for text in self.texts)  # the first ones
 
 
 class DraftRunner:
-    """Drafts on one engine rank or in a drafter process. All ranks must call it, with equal arguments."""
+    """Drafts for texts. All ranks must call it, with equal arguments."""
 
     draft_temperature = DRAFT_TEMPERATURE
-    first_token = 0  # that it is shown
+    first_token = 0  # the first that it is shown
     keeps_drafts = True  # what it saw of its drafts counts as far as the text goes on with the same
 
     def __init__(self, runner: Any) -> None:
@@ -308,7 +303,7 @@ class DraftRunner:
         table[row, first:stop] = torch.arange(slot, slot + stop - first, dtype=table.dtype, device=table.device)
 
     def share(self, row: int, own: int, *, length: int, block: int) -> None:
-        """Let row `own` read the first `length` tokens of `row`; further ones lie in this block."""
+        """Let row `own` read `length` tokens of `row`; further ones lie in this block."""
         table = self._runner.req_to_token_pool.req_to_token
         stop = min(length + BLOCK_TOKENS, table.shape[1])
         table[own, :length] = table[row, :length]
@@ -317,7 +312,7 @@ class DraftRunner:
 
     @torch.no_grad()
     def draft(self, texts: Sequence[DraftText]) -> list[list[int]]:
-        """Draft after each text: a pass over its unseen tokens, then one per further draft token."""
+        """Draft after each text: a pass over its unseen tokens, then one per further token."""
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
         if not texts:
@@ -348,10 +343,9 @@ class DraftRunner:
         return drafts
 
     def _sample(self, logits_BV: Tensor, batch: DraftBatch, depth: int) -> Tensor:
-        """Return argmax_v log q(v) + G(seed, position, v), int64 [B], where G is the target's own noise.
+        """Return argmax_v log q(v) + G(seed, position, v), int64 [B], G being the target's own noise.
 
-        Args:
-            depth: draft tokens so far; the position is that of the last token, as in the target's sampler.
+        Position is that of the last of `depth` draft tokens.
         """
         from sglang.srt.layers import sampler
 
@@ -369,7 +363,7 @@ class DraftRunner:
         return sampled_B1.view(-1).where(~batch.greedy[:count], likeliest_B)
 
     def _catch_up(self, batch: DraftBatch) -> Tensor:
-        """Return logits [B, V] after each text, in passes of at most `MAX_ROWS` rows."""
+        """Return logits [B, V] after each text."""
         starts = [max(self.first_token, min(text.cache.cached, text.length - 1)) for text in batch.texts]
         unseen = [text.since(start) for text, start in zip(batch.texts, starts, strict=True)]
         rows = [
@@ -396,7 +390,7 @@ class DraftRunner:
     def _logits(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor, wanted_B: Tensor | None = None) -> Tensor:
         """Return logits [B, V] of the rows `wanted_B`, or of all. Positions are on the CPU.
 
-        A row reads the keys of its request up to its own position, also those of this pass.
+        A row reads keys up to its own position, also those of this pass.
         """
         batch = self._batch(tokens_R, table_R, positions_R)
         # Other passes go to the layers directly: SGLang's runner serves the scheduler besides, which takes longer than

@@ -1,7 +1,7 @@
-"""Which slots of a KV pool and which row of a page table belong to which request. PURE.
+"""Which slots of a KV pool and row of a page table belong to which request. PURE.
 
-Invariants: no row and no block belongs to two requests; each is free or belongs to one; row 0 and slot 0 are never
-given (SGLang pads with them); a request in use is never evicted.
+Invariants: no row or block belongs to two requests, and none is lost; row 0 and slot 0 are never given (SGLang pads
+with them); a request in use is never evicted.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Slots:
     def _evictable(
         self, key: Hashable, blocks: int, *, needs_row: bool, in_use: Collection[Hashable]
     ) -> list[Hashable] | None:
-        """Return who must go so that `blocks` more are free; None if that is impossible."""
+        """Return who must go for `blocks` more; None if that is impossible."""
         free, rows = len(self._free_blocks), len(self._free_rows)
         victims: list[Hashable] = []
         for other, place in self._places.items():

@@ -1,4 +1,4 @@
-"""A rollout engine as its trainer rank sees it: a child process behind a socket.
+"""A rollout engine as its trainer rank sees it: a child process.
 
 Invariants: no wait is unbounded; a death of host, scheduler or SGLang is an `EngineDied` with the responses finished
 before; after `stop` or `kill` no process of the engine is left.
@@ -50,7 +50,7 @@ _FLUSH_PAUSE_S = 0.1
 
 
 class EngineDied(EngineError):  # noqa: N818  (an event, like StopIteration)
-    """The engine is gone, or was ended without progress. ``finished`` holds what it had delivered."""
+    """The engine is gone, or was ended; ``finished`` holds what it had delivered."""
 
     def __init__(self, message: str, finished: Sequence[Trajectory] = ()) -> None:
         super().__init__(message)
@@ -63,12 +63,8 @@ class Engine:
     def __init__(
         self, spec: EngineSpec, *, run: str = "specactor.rollout.sglang.engine_server:run", **environment: str
     ) -> None:
-        """Start its process and return at once.
-
-        Args:
-            run: what the process does, for a benchmark that needs more.
-            environment: further variables of its environment.
-        """
+        """Start its process, without waiting. Args: run: what the process does. environment: further variables of
+        it."""
         self.spec = spec
         self.ready: Ready | None = None
         self._process: ChildProcess[FromHost] = ChildProcess(
@@ -89,12 +85,11 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """Return the pid of the guard, leader of the session that all its processes are in."""
+        """Return the guard's pid, which leads the session of all its processes."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Return whether it runs and speaks, as far as is known."""
         return self._process.alive
 
     @property
@@ -102,7 +97,7 @@ class Engine:
         return self._version
 
     def set_version(self, version: int) -> None:
-        """State which weights the engine holds; trajectories of later calls carry it."""
+        """State the version of the weights, which trajectories of later calls carry."""
         self._version = version
 
     def stats(self) -> dict[str, float]:
@@ -110,7 +105,7 @@ class Engine:
         return {**self._counts, "start_s": self.ready.start_s if self.ready else 0.0}
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until it takes requests. Raises EngineError, with the end of the log, when it does not."""
+        """Wait until it takes requests. Raises EngineError, with the end of the log, otherwise."""
         if self.ready is None:
             ready = self._process.wait_ready(timeout_s)
             assert isinstance(ready, Ready)
@@ -125,10 +120,9 @@ class Engine:
         report_tokens: int = 0,
         timeout_s: float | None = None,
     ) -> list[Trajectory]:
-        """Return responses in the order of `requests`.
+        """Return responses in the order of `requests`; callbacks run in the caller's thread.
 
-        Callbacks run in the caller's thread: `on_finished` sees each response as it comes, `on_progress` what a request
-        has after every `report_tokens` tokens, without experts.
+        `on_progress` sees what a request has after every `report_tokens` tokens, without experts.
 
         Raises EngineDied when the engine dies or shows no progress for `EngineConfig.request_timeout_s`, and
         EngineError, the engine being unharmed, when a request cannot be served or `timeout_s` for all is over.
@@ -165,7 +159,7 @@ class Engine:
         return [finished[i] for i in range(len(requests))]
 
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        """Run a function of `rank_calls` in every tensor-parallel rank, between two steps; return an answer per rank.
+        """Run a function of `rank_calls` in every rank, between two steps.
 
         Raises EngineError, the engine being unharmed, when it raised on a rank, and EngineDied when a rank is not back
         within `timeout_s`.
@@ -184,7 +178,7 @@ class Engine:
         raise EngineError(f"engine {self.index}: flush: requests are still running. Abort them or wait for them first.")
 
     def parse_tools(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
-        """Return what a response says beside its tool calls, and each call's name and arguments in JSON."""
+        """Return a response without its tool calls, and each call's name and arguments in JSON."""
         payload = msgspec.json.encode((text, tools))
         answer = self.rank_call("parse_tools", payload, timeout_s=_COMMAND_TIMEOUT_S)[0]
         return msgspec.json.decode(answer, type=tuple[str, list[tuple[str, str]]])
@@ -194,11 +188,11 @@ class Engine:
         self._do(Command(verb="abort"))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """End these requests alone, and pass over those that do not run."""
+        """End these requests, where they run."""
         self._do(Abort(request_ids=list(request_ids)))
 
     def pause(self) -> None:
-        """Hold generation between two steps until `resume`."""
+        """Hold generation between two steps."""
         self._do(Command(verb="pause"))
 
     def resume(self) -> None:
@@ -212,21 +206,21 @@ class Engine:
         return msgspec.json.decode(reply, type=dict[str, Counts])
 
     def speculation_figures(self) -> Figures:
-        """Return what drafters counted since the last call; see `Drafter.figures`."""
+        """Return what drafters counted themselves; see `Drafter.figures`."""
         if self.spec.speculation.mode == "off":
             return {}
         reply = self.rank_call(speculation_calls.FIGURES, b"", timeout_s=_COMMAND_TIMEOUT_S)[0]
         return msgspec.json.decode(reply, type=Figures)
 
     def trace(self, *, on: bool) -> list[Span]:
-        """Return what was recorded since the last call; record from now on, or do not."""
+        """Return the spans since the last call; record from now on, or do not."""
         if self.spec.speculation.mode == "off":
             return []
         reply = self.rank_call(speculation_calls.TRACE, b"on" if on else b"off", timeout_s=_COMMAND_TIMEOUT_S)[0]
         return msgspec.msgpack.decode(reply, type=list[Span])
 
     def release_memory(self) -> bool:
-        """Free the device's memory until `resume_memory`; return False where the platform cannot.
+        """Free the device's memory; return False where the platform cannot.
 
         Raises EngineError when requests are running.
         """
@@ -239,17 +233,17 @@ class Engine:
         self._do(Command(verb="resume_weights"))
 
     def resume_memory(self) -> None:
-        """Take all memory again that was not taken yet."""
+        """Take all other memory again."""
         self._do(Command(verb="resume_memory"))
 
     def stop(self) -> None:
-        """End in order, or by `kill` where that fails. Harmless when the engine is gone."""
+        """End in order, or by `kill`. Harmless when the engine is gone."""
         if self.ready is None:
             self.kill()
         self._process.stop()
 
     def kill(self) -> None:
-        """End every process of the engine at once. Harmless when it is gone."""
+        """End every process of the engine at once."""
         self._process.kill()
 
     def log_tail(self) -> str:
@@ -263,7 +257,7 @@ class Engine:
             self._counts["generate_s"] += seconds
 
     def _next(self, call: Call[FromHost], deadline: float | None) -> FromHost:
-        """Return the next message of a generation, bounded by progress and by the deadline."""
+        """Return the next message, bounded by progress and by the deadline."""
         patience = self.spec.config.request_timeout_s
         began = time.monotonic()
         left = float("inf") if deadline is None else deadline - began
@@ -288,7 +282,7 @@ class Engine:
             raise EngineError(f"engine {self.index}: {_text(answer)}")
 
     def _ask(self, message: ToHost, timeout_s: float) -> FromHost:
-        """Return its answer. An engine that does not give it in time is ended (EngineDied)."""
+        """Return its answer. An engine that gives none in time is ended (EngineDied)."""
         try:
             return self._process.ask(message, timeout_s)
         except ChildDied as death:
@@ -320,7 +314,7 @@ _Parts = dict[int, tuple[list[int], list[float]]]  # tokens and log-probabilitie
 
 
 def check_servable(requests: Sequence[RolloutRequest], spec: EngineSpec, ready: Ready) -> None:
-    """Raise EngineError for a request that is too long, or whose beginning cannot be gone on with."""
+    """Raise EngineError for a request that is too long, or has a wrong beginning."""
     limit = ready.max_sequence_tokens
     for request in requests:
         resume.check(request, with_experts=spec.config.routed_experts)
@@ -343,7 +337,7 @@ def check_servable(requests: Sequence[RolloutRequest], spec: EngineSpec, ready: 
 
 
 def whole_response(request: RolloutRequest, message: Finished, spec: EngineSpec, version: int) -> Trajectory:
-    """Return the whole response, of weights `version`. Raises EngineError without the experts that were asked for."""
+    """Return the whole response. Raises EngineError without the experts that were asked for."""
     dropped = spec.config.routed_experts and bool(message.token_ids) and not message.routed_experts
     if dropped and message.finish_reason != "abort":
         raise EngineError(
@@ -363,7 +357,7 @@ def whole_response(request: RolloutRequest, message: Finished, spec: EngineSpec,
 
 
 def response_so_far(request: RolloutRequest, news: News, parts: _Parts, version: int) -> Trajectory:
-    """Return what a running request has, without its experts; adds the news to `parts`."""
+    """Add the news to `parts`, and return what the request has, without experts."""
     tokens, logprobs = parts.setdefault(news.request, ([], []))
     tokens += news.token_ids
     logprobs += news.logprobs

@@ -1,6 +1,6 @@
-"""What a trainer rank and an engine's process, its *host*, say to each other, in `rollout.frames`.
+"""What a trainer rank and an engine's process, its *host*, say to each other.
 
-A call is answered by any number of `Finished` and `Progress`, then by exactly one other message.
+A call is answered by any number of `Finished` and `Progress`, then by one other message.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """End some running requests. Others are passed over: they may just have finished."""
+    """End some running requests; others are passed over."""
 
     request_ids: list[str]
 
@@ -90,7 +90,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class News(msgspec.Struct, frozen=True, kw_only=True):
-    """What a running response has got since its last news; ``request`` as in `Finished`."""
+    """What a running response got since its last news."""
 
     request: int
     token_ids: list[int]

@@ -1,4 +1,4 @@
-"""What an engine's process does: start SGLang, then answer the trainer rank's calls on the inherited socket."""
+"""What an engine's process does: start SGLang, then answer the trainer rank's calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _BACKSTOP_S = 30.0
 
 
 def run(connection: socket.socket) -> None:
-    """Serve until the end of the stream. The first message is `Start`."""
+    """Serve until the end of the stream."""
     frame = frames.read(connection, TO_HOST)
     if frame is None:
         return
@@ -77,7 +77,7 @@ def _end_without(pid: int) -> None:
 
 
 class _Server:
-    """Answers each call in a task of its own, so that an abort overtakes a generation."""
+    """Answers each call in its own task, so that an abort overtakes a generation."""
 
     def __init__(self, backend: Backend, connection: socket.socket) -> None:
         self._backend = backend

@@ -1,7 +1,6 @@
-"""What an engine on GPUs has beside SGLang's: graphs with a row per token, and the attention backend `tiles`.
+"""Graphs with a row per token, and the attention backend `tiles`, for engines on GPUs.
 
-A verification is a decode batch with more rows, so that plain decoding's CUDA graphs serve it, and tokens are equal.
-More rows than the largest graph has run without one.
+A verification is a decode batch with more rows: the CUDA graphs of plain decoding serve it, which keeps tokens equal.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ MAX_ROWS = 512
 
 
 def install() -> None:
-    """Register the hooks. Call it from a plugin."""
     if torch.cuda.is_available():
         _keep_graphs_releasable()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -37,10 +35,8 @@ def install() -> None:
 
 
 def graph_sizes(most_rows: int) -> list[int]:
-    """Return numbers of rows to capture CUDA graphs of, up to the most that a pass has.
-
-    A pass computes at most an eighth more rows than it has, or eight more.
-    """
+    """Return numbers of rows to capture CUDA graphs of. A pass computes at most an eighth more rows than it has, or
+    eight more."""
     # SGLang would capture none for more rows than requests may run. Without one a verification of 64 requests and 4
     # draft tokens each took 18 ms on an H100, and a plain round 2 (docs/results/gpu.md).
     most = most_rows if most_rows <= 4 else -(-most_rows // 8) * 8
@@ -62,8 +58,7 @@ def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
 
 
 def _keep_graphs_releasable() -> None:
-    """Undo the mode of torch-memory-saver that Megatron sets when SGLang's dumper imports it, and that cannot release
-    graphs."""
+    """Undo the mode that Megatron sets when SGLang's dumper imports it, which cannot release graphs."""
     import sglang.srt.debug_utils.dumper  # noqa: F401  (before, not after)
     from sglang.srt.utils import torch_memory_saver_adapter as adapter
 
@@ -73,7 +68,7 @@ def _keep_graphs_releasable() -> None:
 
 @contextmanager
 def rows_as_requests(runner: Any) -> Iterator[None]:
-    """Let SGLang's runner take every row of a pass for a request that is decoded plainly."""
+    """Have SGLang's runner take every row for a request that is decoded plainly."""
     from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -105,7 +100,7 @@ def _graphs_of_rows(original: Callable[[Any], type], runner: Any) -> type:
 @functools.cache
 def _subclass(graph_runner: Any) -> type:
     class RowGraphs(graph_runner):  # type: ignore[misc]
-        def __init__(self, model_runner: Any, **named: Any) -> None:  # captures
+        def __init__(self, model_runner: Any, **named: Any) -> None:  # captures graphs
             with rows_as_requests(model_runner):
                 super().__init__(model_runner, **named)
 
@@ -118,7 +113,6 @@ def _subclass(graph_runner: Any) -> type:
 
 
 def install_tiles() -> None:
-    """Register the backend with SGLang. Call it from a plugin."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     allow_seeded_sampling(TILES)
@@ -177,7 +171,7 @@ def backend_class() -> type:
 
 
 def _check(backend: Any, *, room: int) -> None:
-    """Raise EngineError for what `tiles` has not. Args: room: most tokens of a context."""
+    """Raise EngineError for what `tiles` has not."""
     refused = {
         "latent attention": backend.use_mla,
         "a sliding window": bool(backend.sliding_window_size),

@@ -1,12 +1,11 @@
-"""An EAGLE-3 head, or an MTP layer, on SGLang's model runner: a draft model that reads what the target computed.
+"""An EAGLE-3 head, or an MTP layer, on SGLang's model runner.
 
-It reads pairs: a token, and the target's hidden states at the token before. It gives logits after the pair, and hidden
-states of its own, which stand in for the target's further on. `TargetStates` holds the target's at the slots of its
-keys, so that they come with a prefix and follow an accepted path as keys do.
+It reads pairs of a token and the target's hidden states at the token before, which `TargetStates` keeps at the slots of
+the target's keys. Further on in a draft its own stand in for them.
 
 Invariants: those of `draft_runner`, and
-- a pair's key lies at the slot of its token; the slot before may be shared with texts that go on otherwise. The first
-  token has no pair, so the head's page table is the target's from its second column on;
+- a pair's key lies at its token's slot, since texts may share the slot before. The first token has no pair: the head's
+  page table is the target's from its second column on;
 - a key computed from the head's own hidden states is never read in a later round.
 
 Shape legend: R rows, B texts, V vocabulary, S slots, F features of a token.
@@ -37,10 +36,10 @@ MTP_WEIGHTS = "model.mtp_layers."
 
 
 class TargetStates:
-    """Hidden states of the target by slot, of the layers that a head reads."""
+    """Hidden states of the target, by slot."""
 
     def __init__(self, target: Any, head: Any, *, num_slots: int) -> None:
-        """Have `target` write them. Call it before CUDA graphs are captured. Args: SGLang's runners."""
+        """Have `target` write them. Call it before CUDA graphs are captured."""
         wanted = num_features(head.model_config)
         if not is_mtp(head.model_config):
             _capture(target.model, head.model_config.hf_config)
@@ -56,7 +55,7 @@ class TargetStates:
         return hidden
 
     def of(self, table_R: Tensor, positions_R: Tensor) -> Tensor:
-        """Return [R, F] at these positions of these rows of the page table."""
+        """Return [R, F] at these positions of page-table rows."""
         return self._states_SF[self._table[table_R, positions_R]]
 
 
@@ -109,7 +108,7 @@ def refuse_unfit(folder: Path, *, hierarchical_cache: bool) -> None:
 
 
 def prepare(target: Any, head: Any) -> TargetStates:
-    """Give the head what it shares with the target, between the making of pools and of attention backends."""
+    """Give the head what it shares with the target, before attention backends are made."""
     if (page := head.token_to_kv_pool.page_size) != 1:
         raise EngineError(
             f"rollout.speculation: got an EAGLE-3 head or MTP layer and pages of {page} tokens, expected 1: its keys "
@@ -201,7 +200,7 @@ class HeadRunner(DraftRunner):
         return hidden
 
     def _computed(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return what logits are made of, and what the next pair reads, [R, H] each."""
+        """Return what logits are made of, and what the next pair reads."""
         hidden, [own] = super()._forward(batch)
         return hidden, own
 
@@ -218,7 +217,7 @@ class MtpRunner(HeadRunner):
 
 
 class PolicyWithMtp(torch.nn.Module):
-    """The target and its MTP layer as one module, for the policy's weights."""
+    """The target and its MTP layer as one module."""
 
     def __init__(self, target: torch.nn.Module, mtp: torch.nn.Module) -> None:
         super().__init__()

@@ -1,10 +1,9 @@
 """Triton kernels: attention that reads a request's keys once for up to eight of its rows, and sampling in one pass.
 
-Invariant: a row's bits depend neither on its place nor on other rows, provided that the GPU treats rows of a matrix
-product alike. A tile always has `TILE` places, keys come in blocks of `BLOCK`, a row's parts of `SPLIT` keys and its
-chunks of the vocabulary are combined in one order, and unseen keys have weight 0.
+Invariant: a row's bits depend neither on its place nor on other rows, where the GPU treats rows of a product alike. A
+tile always has `TILE` places; parts of `SPLIT` keys and chunks of the vocabulary are combined in one order.
 
-Shape legend: R rows, H query heads, N key heads, D head size, M queries of a tile (padded), S parts of a row's keys, V
+Shape legend: R rows, H query heads, N key heads, D head size, M queries of a tile, S parts of a row's keys, V
 vocabulary, C chunks of it.
 """
 
@@ -26,7 +25,7 @@ BLOCK = 64
 
 
 def tile_sizes(readers_R: Tensor) -> Tensor:
-    """Return how many rows the tile has that begins at each row, 0 where none begins: [R] int32."""
+    """Return the size of the tile that begins at each row, or 0: [R] int32."""
     begins_R = places(readers_R) == 0
     tile_R = begins_R.cumsum(0) - 1
     size_T = torch.zeros_like(tile_R).scatter_add_(0, tile_R, torch.ones_like(tile_R))
@@ -152,10 +151,10 @@ def tile_attention(
 
     Args:
         q, out: [R, H, D], in one piece.
-        keys, values: [slots, N, D], the pool.
-        kv_indptr: [R + 1]: where each row's keys begin in kv_indices, which holds slots.
+        keys, values: [slots, N, D].
+        kv_indptr: [R + 1]: where each row's slots begin in kv_indices.
         sizes: [R], from `tile_sizes`.
-        parts, log_totals: float32 [>= R, H, S, D] and [>= R, H, S], with S * SPLIT >= a row's keys.
+        parts, log_totals: float32 [>= R, H, S, D] and [>= R, H, S], S * SPLIT >= a row's keys.
     """
     rows, heads, dim = q.shape
     kv_heads, max_parts, block_d = keys.shape[1], parts.shape[2], max(16, triton.next_power_of_2(dim))
@@ -186,7 +185,7 @@ CHUNK = 2048
 
 
 class Drawn(NamedTuple):
-    """A token of every row, and what its log-probability is made of."""
+    """A token of every row, and the parts of its log-probability."""
 
     tokens: Tensor
     """[R] int64."""
@@ -286,15 +285,12 @@ def _combine_chunks(
 def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Drawn:
     """Return a token of every row: argmax of logits / temperature + noise, or without noise where `greedy`.
 
-    Tokens differ from SGLang's, which adds noise to a float32 log-softmax, where two scores are nearer than its
-    rounding, 1e-6.
+    Tokens differ from SGLang's where two scores are nearer than 1e-6, the rounding of its float32 log-softmax.
 
     Args:
         logits: [R, V], whose tokens follow each other in memory.
-        temperatures: [R, 1] or [R], float32.
-        seeds: [R] int64.
-        positions: [R], of the tokens before those drawn.
-        greedy: [R] bool.
+        temperatures: float32 [R, 1] or [R].
+        seeds, positions, greedy: [R]; positions are of the tokens before those drawn.
     """
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)

@@ -1,13 +1,11 @@
-"""The drafter `model`: a dense model or an EAGLE-3 head on every engine rank, and its new weights. `model:2`, .. are
-further ones; `mtp` is the policy's MTP layer, whose weights come with the policy's.
-
-Keys lie in buffers of its own at the target's slots, so that nothing is allocated, moved or freed here.
+"""The drafter `model`: a dense model or an EAGLE-3 head on every engine rank. `model:2`, .. are further ones; `mtp` is
+the policy's MTP layer.
 
 Invariants: those of `draft_runner`, and
-- a round writes at positions that are committed, or that the target writes in the same round;
-- ranks that are asked for the same drafts in the same order give the same ones;
-- new weights reach the draft model alone. Texts are then shown to it from their beginning, also on a rank that did not
-  take them: ranks that differed in what was seen would compute different tokens.
+- keys lie in buffers of its own, at slots that are committed or that the target writes in the same round;
+- ranks that are asked for the same drafts in the same order give the same ones. So after new weights every text is
+  shown from its beginning, also on a rank that did not take them;
+- new weights reach the draft model alone.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class ModelDrafter(Drafter):
         self._version = 0
 
     def attach(self, runner: Any, find: Callable[[str], Any], states: TargetStates | None = None) -> None:
-        """Args: SGLang's runner of the draft model; SGLang's request of an id; what a head reads of the target."""
+        """Args: runner: SGLang's. find: returns SGLang's request of an id."""
         self._runner = self.runner_type(runner) if states is None else self.head_runner_type(runner, states)
         self._find = find
 
@@ -48,7 +46,7 @@ class ModelDrafter(Drafter):
         return self._version
 
     def renewed(self, version: int) -> None:
-        """Draft with new weights, to which texts are shown from their beginning."""
+        """Draft with new weights."""
         self._version = version
         self.policy_changed()
 

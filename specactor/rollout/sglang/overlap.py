@@ -1,11 +1,10 @@
-"""The scheduler's loop of engines that speculate: a plain round is launched before the tokens of the one before are
-looked at.
+"""The scheduler's loop of engines that speculate: a plain round is launched before the tokens of the last are looked
+at.
 
 Invariants:
-- at most one round is under way. Rounds with drafts, prefills, a full pool and every message but a new request wait for
-  it, so that tokens are the same with overlap and without;
-- a request that ends in it has a row in the next, which nobody looks at: it writes to a slot that was its own at
-  launch, and the device computes rounds in order.
+- at most one round is under way, and all but plain rounds and new requests wait for it: tokens are the same without
+  overlap;
+- a request that ends in it has a row in the next, which writes to a slot that was its own at launch.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ class PlainRounds(Protocol):
     overlaps: bool
 
     def decodes_plainly(self) -> bool:
-        """Return whether the next round of decoding is a plain one."""
+        """Return whether the next round is plain."""
 
     def end_plain_round(self, requests: int) -> None:
-        """The tokens of a plain round of so many requests are on the host."""
+        """The tokens of a plain round are on the host."""
 
     def was_interrupted(self) -> None:
-        """What comes next does not follow the round before at once."""
+        """The next round does not follow at once."""
 
 
 def install(plain_rounds: Callable[[Any], PlainRounds | None]) -> None:
-    """Register the hook. Args: plain_rounds: those of a scheduler, if its engine speculates."""
+    """Register the hook. Args: plain_rounds: of a scheduler, if it speculates."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import DynamicGradMode
 
@@ -51,15 +50,13 @@ def install(plain_rounds: Callable[[Any], PlainRounds | None]) -> None:
 
 
 def interrupts(message: Any) -> bool:
-    """Return whether the scheduler must have looked at all tokens when it gets this message."""
+    """Return whether all tokens must have been looked at before this message."""
     from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 
     return not isinstance(message, TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput)
 
 
 class Loop:
-    """Runs a scheduler."""
-
     def __init__(self, scheduler: Any, worker: PlainRounds) -> None:
         self._scheduler = scheduler
         self._worker = worker
@@ -122,7 +119,7 @@ class Loop:
         )
 
     def finish(self) -> None:
-        """Look at the tokens of the round that is under way, if one is."""
+        """Look at the tokens of the round under way, if any."""
         if self._under_way:
             batch, result = self._under_way.popleft()
             result.copy_done.synchronize()

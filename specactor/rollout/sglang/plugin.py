@@ -1,6 +1,6 @@
-"""SpecActor's plugin for SGLang (entry point ``sglang.srt.plugins``): what is added to its schedulers begins here.
+"""SpecActor's plugin for SGLang (entry point ``sglang.srt.plugins``).
 
-SGLang only logs a plugin that fails, so the engine's process asserts by a rank call that `register` ran.
+SGLang only logs a plugin that fails, so a rank call asserts that `register` ran.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Functions that run in every rank of an engine, called by name from the trainer. All contact with SGLang's scheduler
-that they need is here."""
+"""Functions that the trainer calls by name in every rank of an engine, and all that they need of SGLang's scheduler."""
 
 from __future__ import annotations
 
@@ -46,12 +45,12 @@ class RankContext:
         self.tool_call_parser: str | None = scheduler.server_args.tool_call_parser
 
     def flush_cache(self) -> None:
-        """Forget all keys and values. Raises EngineError while requests run."""
+        """Do as `flushed`, or raise EngineError."""
         if not self.flushed():
             raise EngineError("flush_cache: requests are still running. Abort them or wait for them first.")
 
     def flushed(self) -> bool:
-        """Forget all keys and values, whose memory stays; return False, and forget nothing, while requests run."""
+        """Forget all keys and values; return False, and forget nothing, while requests run."""
         trim_heap()
         # torch's giving memory back collects all garbage: 0.4 s
         return bool(self._scheduler.flush_cache(empty_cache=False))
@@ -63,7 +62,7 @@ class RankContext:
         self._check(self._scheduler.weight_updater.begin_weight_update(BeginWeightUpdateReqInput(selector="target")))
 
     def end_weight_update(self) -> None:
-        """Bring parameters back into the layout that computes. All ranks must call it."""
+        """Bring parameters back into the layout that computes."""
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         self._check(self._scheduler.weight_updater.end_weight_update(EndWeightUpdateReqInput()))
@@ -84,7 +83,7 @@ def _flush(context: RankContext, payload: bytes) -> bytes:
 
 
 def _parse_tools(context: RankContext, payload: bytes) -> bytes:
-    """Split a response by the parser that the engine was started with; what it cannot read is text."""
+    """Split a response by the engine's parser; what it cannot read is text."""
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
@@ -122,7 +121,7 @@ def reply_file(folder: Path, tp_rank: int) -> Path:
 
 
 def read_replies(folder: Path, tp_size: int) -> list[bytes]:
-    """Return every rank's answer. Raises EngineError that names each rank that failed and why."""
+    """Return every rank's answer. Raises EngineError that names the ranks that failed."""
     replies = []
     for rank in range(tp_size):
         file = reply_file(folder, rank)
@@ -149,7 +148,6 @@ def _run(scheduler: Any, name: str, folder: str) -> None:
 
 
 def install() -> None:
-    """Add the method to SGLang's scheduler."""
     from sglang.srt.managers.scheduler import Scheduler
 
     setattr(Scheduler, METHOD, lambda self, name, folder: _run(self, name, folder))

@@ -1,10 +1,8 @@
-"""Where a response begins and ends for an engine: it ends at the token where plain decoding ends it.
+"""A response ends at the token where plain decoding ends it.
 
-A request may bring along the first tokens of its response, or earlier turns, which SGLang takes for the end of the
-prompt. They are found by their number, which travels with the sampling parameters.
-
-A round's tokens are looked at one after the other: SGLang, given several, can find stop strings that plain decoding
-does not find, and miss an end before them.
+A request may bring along tokens of its response, or earlier turns. SGLang takes them for prompt; their number travels
+with the sampling parameters. A round's tokens are looked at one after the other: given several, SGLang finds stop
+strings elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ _NEEDED = "rollout.stop: needs a tokenizer in the model's folder."
 
 
 def install() -> None:
-    """Register the hook. Call it from a plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     target = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
@@ -54,7 +51,7 @@ def begun_of(req: Any) -> array[int]:
 
 
 def conversation_of(req: Any) -> array[int]:
-    """Return what it brought along of its conversation: earlier turns, and of the response what there is."""
+    """Return earlier turns, and what the request brought along of its response."""
     return _last(req, _EARLIER, _NUMBER)
 
 
@@ -64,7 +61,7 @@ def _last(req: Any, *numbers: str) -> array[int]:
 
 
 class Text:
-    """The part of a tokenizer that SGLang needs to look for stop strings."""
+    """What SGLang needs of a tokenizer to find stop strings."""
 
     eos_token_id = None
     additional_stop_token_ids = None
@@ -95,7 +92,7 @@ def _text() -> Text:  # read when the first request with a stop string comes
 
 
 def finish(original: Callable[..., None], req: Any, new_tokens: int = 1) -> None:
-    """Find whether and where the request ends, now that its last `new_tokens` are there."""
+    """Find where the request ends, now that its last `new_tokens` are there."""
     asked = req.to_finish
     wanted = asked is not None and getattr(asked, "status_code", None) is None  # and not an error
     if not wanted or new_tokens < 1:

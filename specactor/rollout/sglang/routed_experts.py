@@ -1,7 +1,7 @@
 """Which experts computed each token of a prompt and its response, for routing replay.
 
-SGLang notes them by slot of the KV pool. Each row of a verification has a slot of its own, and a request keeps those of
-accepted rows, so only these are read. Rows of a cached prefix are those of the pass that computed it.
+SGLang notes them by slot of the KV pool, and a request keeps the slots of accepted rows. A cached prefix has those of
+the pass that computed it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from specactor.errors import EngineError
 
 
 def install() -> None:
-    """Register the hook. Call it from a plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     target = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.__init__"
@@ -32,13 +31,10 @@ def _make_room(original: Callable[..., None], capturer: Any, *arguments: Any, **
 
 
 def of_response(meta_info: dict[str, Any], *, num_tokens: int, start: int, goes_on: bool) -> bytes:
-    """Return int16 [rows, layers, experts per token] of all tokens but the last, or b"" where there is nothing.
+    """Return int16 [rows, layers, experts per token] of all tokens but the last; of a response that `goes_on`, of those
+    that produced its `num_tokens` new tokens.
 
-    Of a response that `goes_on`, rows are of its `num_tokens` new tokens alone. Raises EngineError when rows are
-    missing.
-
-    Args:
-        start: position in prompt and response of the first row in `meta_info`.
+    Raises EngineError when rows are missing. Args: start: position of the first row in `meta_info`.
     """
     encoded = meta_info.get("routed_experts")
     if encoded is None or num_tokens == 0:

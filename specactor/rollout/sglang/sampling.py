@@ -1,7 +1,7 @@
 """A request's token does not depend on how its batch mates are sampled.
 
-SGLang samples a batch with one routine, and any top-p or top-k keys the noise of all by rank instead of id. Here each
-kind of row is sampled as in a batch of its kind; on a GPU one kernel draws all but those with top-p or top-k.
+Any top-p or top-k in a batch makes SGLang key the noise of all by rank instead of id. Here each kind of row is sampled
+as in a batch of its kind.
 
 Shape legend: R rows, V vocabulary.
 """
@@ -29,7 +29,6 @@ _KINDS = "specactor_kinds"
 
 
 def install() -> None:
-    """Register the hooks. Call it from a plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.layers.sampler.Sampler._sample_from_probs", sample_by_kind, HookType.AROUND)
@@ -39,7 +38,7 @@ def install() -> None:
 def sample_by_kind(
     original: Sample, sampler: Any, probs: Tensor, info: Any, positions: Tensor, simple: bool
 ) -> tuple[Tensor, Any]:
-    """Return token ids [R] int32, and what SGLang captures of its sampling masks. Args: probs [R, V], positions [R]."""
+    """Return token ids [R] int32, and SGLang's sampling masks. Args: probs [R, V], positions [R]."""
     if info.sampling_seed is None or info.sampling_mask_batch_indices is not None:
         return original(sampler, probs, info, positions, simple)
     kinds: list[Kind] = ["simple"] * len(probs) if simple else kinds_of(info)
@@ -66,8 +65,7 @@ def sample_in_one_pass(
     positions: Tensor,
     **named: Any,
 ) -> Tensor:
-    """Replace SGLang's `Sampler.forward` on a GPU, unless sampling masks or log-probabilities of other tokens are asked
-    for."""
+    """Replace SGLang's `Sampler.forward` on a GPU, unless masks or log-probabilities of other tokens are asked for."""
     logits_RV = output.next_token_logits
     asked_more = info.sampling_mask_batch_indices is not None or any(of is not None for of in named.values())
     if return_logprob:
@@ -101,15 +99,13 @@ def serves(logits: Tensor) -> bool:
 
 
 class _Known(NamedTuple):
-    """What was read from the device."""
-
     kinds: list[Kind]
     top_ps: Tensor
     """It was read of these, too."""
 
 
 def kinds_of(info: Any) -> list[Kind]:
-    """Return how each row is sampled. The device is asked once per change of the batch, which brings other tensors."""
+    """Return how each row is sampled, asking the device once per change of the batch."""
     known: _Known | None = getattr(info.top_ks, _KINDS, None)
     if known is None or known.top_ps is not info.top_ps:
         greedy_R, simple_R = torch.stack([info.top_ks <= 1, _unfiltered(info)]).tolist()
@@ -118,7 +114,7 @@ def kinds_of(info: Any) -> list[Kind]:
 
 
 def know_kinds(info: Any, kinds: list[Kind]) -> list[Kind]:
-    """Spare the device the question of `kinds_of`: SGLang copies `info` for every round, and not its tensors."""
+    """Spare the device the question: SGLang copies `info` for every round, not its tensors."""
     setattr(info.top_ks, _KINDS, _Known(kinds, info.top_ps))
     return kinds
 

@@ -1,4 +1,4 @@
-"""Rank calls about speculation: what an engine rank should do from now on, and what it has done."""
+"""Rank calls about speculation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def start_environment(spec: EngineSpec) -> dict[str, str]:
-    """Return the environment of the processes of an engine that starts."""
+    """Return the environment of an engine's processes."""
     extra = {name.replace("-", "_"): value for name, value in spec.config.extra_args.items()}
     return {
         SPECULATION: msgspec.json.encode(spec.speculation).decode(),
@@ -74,7 +74,7 @@ def make_speculator(config: SpeculationConfig) -> Speculator | None:
 
 
 def _connect(config: SpeculationConfig, name: str) -> Drafter:
-    """Connect one rank of an engine with the drafter processes of a draft model."""
+    """Connect one rank of an engine with drafter processes."""
     from sglang.srt.runtime_context import get_parallel
 
     from specactor.rollout.decoupled.remote_drafter import connect

@@ -1,12 +1,10 @@
-"""A round as a batch of SGLang's: with drafts, one row per token, each with its own length; or a plain one.
+"""A round as a batch of SGLang's: with drafts one row per token, which reads its request's committed tokens and its own
+path; or a plain one.
 
-A row reads the keys of its request's committed tokens and of its own path, so that kernels which decode one token at a
-time verify a tree with the same bits.
+Invariant: both leave the same state. A request's length counts the tokens whose keys are in the pool, and its slots
+reach at least that far; before a plain round just that far.
 
-Invariant: both kinds of rounds leave the same state: a request's length counts the tokens whose keys are in the pool,
-and its slots reach at least that far; before a plain round just that far.
-
-Shape legend: B requests, R rows of all requests, M rows that read through a borrowed row of the page table.
+Shape legend: B requests, R rows of all requests, M rows that read through a borrowed page-table row.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class Rows:
 
     @property
     def drafted(self) -> bool:
-        """Return whether any request has a draft token; if not, rows are requests."""
+        """Return whether any request has a draft token."""
         return self.total > len(self.trees)
 
     def plan(self, last_tokens: Sequence[int]) -> NDArray[np.int64]:
@@ -68,14 +66,14 @@ class Rows:
 
 
 def num_cached(req: Any) -> int:
-    """Return how many tokens of a request have keys in the pool: all committed ones but the last."""
+    """Return how many tokens have keys in the pool: all committed ones but the last."""
     return len(req.origin_input_ids) + len(req.output_ids) - 1
 
 
 def spread(batch: Any, rows: Rows, *, req_to_token: Tensor) -> None:
     """Turn a decode batch of B requests into one of R rows, in place; the device is asked nothing.
 
-    `batch.seq_lens` counts the tokens whose keys are in the pool; the one after them is the root.
+    `batch.seq_lens` counts the tokens whose keys are in the pool.
     """
     reqs = batch.reqs
     plan_4R = rows.plan([req.output_ids[-1] for req in reqs])
@@ -114,7 +112,7 @@ class Branches:
     """Page-table rows for the branches of trees, borrowed for one round.
 
     Row r of a request writes to its (r + 1)-th free slot. A row whose ancestors are not in the slots before reads
-    through a borrowed page-table row: the request's committed slots, then those of its path.
+    through a borrowed row: committed slots, then its path's.
     """
 
     def __init__(self, pool: Any, *, page_size: int) -> None:
@@ -123,7 +121,7 @@ class Branches:
         self._borrowed: list[int] = []
 
     def room(self) -> int:
-        """Return how many branches can be had: none with pages of several slots, from which a path cannot pick."""
+        """Return how many branches can be had: none with pages of several slots."""
         return len(self._pool.free_slots) if self._page_size == 1 else 0
 
     def place(self, batch: Any, rows: Rows) -> None:
@@ -151,7 +149,7 @@ class Branches:
         batch.req_pool_indices[reader_M] = borrowed_M
 
     def keep(self, req: Any, base: int, tree: DraftTree, path: Sequence[int]) -> None:
-        """Bring the slots of an accepted path to where the request's next tokens are looked for."""
+        """Bring an accepted path's slots to where the next tokens are looked for."""
         if path[-1] == len(path) - 1:  # rows 0, 1, ..: they are there already
             return
         table, home = self._pool.req_to_token, req.kv.req_pool_idx
@@ -189,7 +187,7 @@ def install_plain_rounds(decode_plainly: Callable[[Any], bool]) -> None:
 
 
 def begin_plain_round(batch: Any, none: Any) -> None:
-    """Make this batch's next round a plain one. Args: none: SGLang's name for no speculative algorithm."""
+    """Make this batch's next round a plain one. Args: none: SGLang's `SpeculativeAlgorithm.NONE`."""
     if batch.spec_algorithm.is_none():
         return
     batch.spec_algorithm = none  # SGLang asks it wherever plain and speculative rounds differ
@@ -199,13 +197,14 @@ def begin_plain_round(batch: Any, none: Any) -> None:
 
 
 def last_tokens(batch: Any) -> Tensor:
-    """Return what the round reads, int64 [requests]. SGLang carries it over between plain rounds alone."""
+    """Return what the round reads, int64 [requests]."""
+    # SGLang carries it over from plain rounds to plain rounds alone.
     tokens = [req.output_ids[-1] for req in batch.reqs]
     return on_device(tokens, batch.seq_lens.device)
 
 
 def _give_back_reserves(reqs: Iterable[Any], tree_cache: Any) -> None:
-    """Give back the slots beyond what is committed, which speculative rounds reserve."""
+    """Give back the slots that speculative rounds reserve."""
     allocator = tree_cache.token_to_kv_pool_allocator
     page = allocator.page_size
     allocator.free_group_begin()

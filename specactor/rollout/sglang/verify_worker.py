@@ -1,11 +1,11 @@
-"""The speculative algorithm SPECACTOR of an SGLang engine, registered by the plugin.
+"""The speculative algorithm SPECACTOR of an SGLang engine.
 
-A decode round verifies all requests' drafts in one forward pass of the target, in which SGLang's own sampler draws
-every row's token with the noise of (request seed, position), and keeps what equals them. So tokens and
-log-probabilities are those of plain decoding.
+A round verifies all requests' drafts in one forward pass, in which SGLang's own sampler draws every row's token with
+the noise of (request seed, position), and keeps what equals it. So tokens and log-probabilities are those of plain
+decoding.
 
-Under tensor parallelism rank 0 decides what is drafted and how many plain rounds follow. Text drafters draft on rank 0
-alone; a draft model runs on all ranks, and rank 0's tokens are verified.
+Rank 0 decides what is drafted and how many plain rounds follow. A draft model runs on all ranks, and rank 0's tokens
+are verified.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ROOT = [0]
 
 
 class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
-    """What SGLang asks of a speculative algorithm, beyond what it asks by default."""
+    """What SGLang asks of a speculative algorithm."""
 
     create_future_map = SpeculativeAlgorithm.create_future_map
 
@@ -77,7 +77,7 @@ class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
 
 
 class _Carried(SpecInput):  # type: ignore[misc]
-    """What SGLang carries with a batch from round to round: nothing, since requests hold all state."""
+    """What SGLang carries between rounds: nothing, since requests hold all state."""
 
     def __init__(self) -> None:
         super().__init__(SpecInputType.NGRAM_VERIFY)
@@ -191,9 +191,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
     def _draft_model_runners(self) -> tuple[Any, ...]:
         return tuple(self.draft_runners.values())
 
-    # Whose weights SGLang may update: the draft model is not the policy, and never gets the policy's.
     def weight_update_runners(self) -> list[tuple[str, Any]]:
-        return []
+        return []  # the draft model is not the policy, and never gets the policy's weights
 
     def clear_cache_pool(self) -> None:
         """Forget all requests: the weights may be others from now on."""
@@ -257,7 +256,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return emitted
 
     def _accepted(self, reqs: Sequence[Any], rows: Rows, samples: Sequence[int]) -> list[list[int]]:
-        """Return the rows that are kept per request; their slots are brought to where its next tokens look for them."""
+        """Return the kept rows per request; their slots are brought to where they belong."""
         paths: list[list[int]] = [_ROOT] * len(reqs)
         for i, tree in enumerate(rows.trees):
             if tree.tokens:
@@ -370,12 +369,12 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return int(req.sampling_params.max_new_tokens) - len(req.output_ids)
 
     def _agreed(self, lists: list[list[int]]) -> list[list[int]]:
-        """Return rank 0's lists, as many as each rank has. They hold no negative numbers, and at most a tree or a
-        number per request each."""
+        """Return rank 0's lists of non-negative numbers, as many as each rank has."""
         parallel = get_parallel()
         if parallel.tp_size == 1:
             return lists
         group = parallel.tp_group
+        # each holds at most a tree, or a number per request
         padded = torch.full((len(lists), max(2 * self._max_rows, len(lists))), -1, dtype=torch.int64)
         for row, values in zip(padded, lists, strict=True):
             row[: len(values)] = torch.tensor(values, dtype=torch.int64)
@@ -385,7 +384,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
     def _emit(
         self, result: GenerationBatchResult, rows: Rows, paths: Sequence[Sequence[int]], base: torch.Tensor
     ) -> GenerationBatchResult:
-        """Return the round as SGLang's result: per request, its emitted tokens padded to the longest."""
+        """Return the round as SGLang's result, tokens padded to the longest."""
         num_emitted = np.array([len(path) for path in paths], dtype=np.int32)
         width = int(num_emitted.max())
         if rows.drafted:
@@ -434,8 +433,7 @@ def _to_tree(values: Sequence[int]) -> DraftTree:
 def register(
     starting: Callable[[], SpeculationConfig], make_speculator: Callable[[SpeculationConfig], Speculator | None]
 ) -> None:
-    """Make the algorithm known to SGLang. The arguments give each worker that starts its configuration and
-    speculator."""
+    """Make the algorithm known to SGLang. Workers that start call these functions."""
 
     class StartedWorker(Worker):
         def __init__(self, *arguments: Any, **named: Any) -> None:
