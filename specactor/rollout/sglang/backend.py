@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import time
 from collections.abc import AsyncIterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,7 +88,6 @@ class Backend:
 
     def __init__(self, spec: EngineSpec) -> None:
         """Start the engine. Call it in the main thread."""
-        started = time.monotonic()
         self.gpu = torch.cuda.is_available()
         self.memory_release = self.gpu and find_spec("torch_memory_saver") is not None
         self._spec = spec
@@ -107,7 +105,6 @@ class Backend:
         self._num_batches = 0
         self._rids: dict[str, str] = {}
         """SGLang's names of the requests that run."""
-        self.start_s = time.monotonic() - started
 
     async def generate(
         self, requests: Sequence[RolloutRequest], report_tokens: int = 0

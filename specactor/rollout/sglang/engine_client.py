@@ -6,9 +6,8 @@ before; after `stop` or `kill` no process of the engine is left.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,9 +74,7 @@ class Engine:
             environment=cpu.process_environment(spec.devices) | environment | speculation_calls.start_environment(spec),
             log_file=spec.log_file,
         )
-        self._lock = threading.Lock()
         self._version = 0
-        self._counts = {"requests": 0, "tokens": 0, "generate_s": 0.0}
 
     @property
     def index(self) -> int:
@@ -99,10 +96,6 @@ class Engine:
     def set_version(self, version: int) -> None:
         """State the version of the weights, which trajectories of later calls carry."""
         self._version = version
-
-    def stats(self) -> dict[str, float]:
-        """Return requests, tokens, seconds in `generate`, and seconds of the start."""
-        return {**self._counts, "start_s": self.ready.start_s if self.ready else 0.0}
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until it takes requests. Raises EngineError, with the end of the log, otherwise."""
@@ -132,8 +125,7 @@ class Engine:
         if self.ready is None:
             raise EngineError(f"engine {self.index} is not ready. Call wait_ready first.")
         check_servable(requests, self.spec, self.ready)
-        started = time.monotonic()
-        deadline = None if timeout_s is None else started + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         finished: dict[int, Trajectory] = {}
         running: dict[int, tuple[list[int], list[float]]] = {}
         bare = [resume.bare(request) for request in requests]
@@ -155,7 +147,6 @@ class Engine:
                 if isinstance(message, Progress) and message.news is not None and on_progress is not None:
                     request = requests[message.news.request]
                     on_progress(request, response_so_far(request, message.news, running, self._version))
-        self._count(requests, finished.values(), time.monotonic() - started)
         return [finished[i] for i in range(len(requests))]
 
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
@@ -248,13 +239,6 @@ class Engine:
 
     def log_tail(self) -> str:
         return self._process.log_tail()
-
-    def _count(self, requests: Sequence[RolloutRequest], done: Collection[Trajectory], seconds: float) -> None:
-        begun = sum(map(resume.num_begun, requests))
-        with self._lock:
-            self._counts["requests"] += len(done)
-            self._counts["tokens"] += sum(len(t.token_ids) for t in done) - begun
-            self._counts["generate_s"] += seconds
 
     def _next(self, call: Call[FromHost], deadline: float | None) -> FromHost:
         """Return the next message, bounded by progress and by the deadline."""

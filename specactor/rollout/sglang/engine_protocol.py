@@ -119,7 +119,6 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Prompt and response together; the smaller of the context and what the KV pool lets one request use."""
     kv_tokens: int
     """Size of the KV pool."""
-    start_s: float
     memory_release: bool
     """Whether weights and KV cache can leave the device between rollouts."""
 

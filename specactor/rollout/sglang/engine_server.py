@@ -93,7 +93,6 @@ class _Server:
             scheduler_pids=backend.scheduler_pids,
             max_sequence_tokens=backend.max_sequence_tokens,
             kv_tokens=backend.kv_tokens,
-            start_s=backend.start_s,
             memory_release=backend.memory_release,
         )
         await self._send(frames.START, ready)
