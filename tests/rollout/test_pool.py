@@ -127,7 +127,7 @@ def test_a_pool_of_two_uses_both(engines: tuple[Engine, Engine]) -> None:
     pool.engines = list(engines)
     for version, engine in enumerate(engines):
         engine.flush()
-        engine.set_version(version)
+        engine.version = version
     outcome = pool.generate(BATCH)
     assert [t.request_id for t in outcome.finished] == [r.request_id for r in BATCH]
     served_by = [t.spans[0].version for t in outcome.finished]

@@ -74,7 +74,8 @@ class Engine:
             environment=cpu.process_environment(spec.devices) | environment | speculation_calls.start_environment(spec),
             log_file=spec.log_file,
         )
-        self._version = 0
+        self.version = 0
+        """Of the weights that the engine holds; trajectories of later calls carry it."""
 
     @property
     def index(self) -> int:
@@ -88,14 +89,6 @@ class Engine:
     @property
     def alive(self) -> bool:
         return self._process.alive
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    def set_version(self, version: int) -> None:
-        """State the version of the weights, which trajectories of later calls carry."""
-        self._version = version
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until it takes requests. Raises EngineError, with the end of the log, otherwise."""
@@ -140,13 +133,13 @@ class Engine:
                 if isinstance(message, Failed):
                     raise EngineError(f"engine {self.index}: {message.message}")
                 if isinstance(message, Finished):
-                    trajectory = whole_response(requests[message.request], message, self.spec, self._version)
+                    trajectory = whole_response(requests[message.request], message, self.spec, self.version)
                     finished[message.request] = trajectory
                     if on_finished is not None:
                         on_finished(trajectory)
                 if isinstance(message, Progress) and message.news is not None and on_progress is not None:
                     request = requests[message.news.request]
-                    on_progress(request, response_so_far(request, message.news, running, self._version))
+                    on_progress(request, response_so_far(request, message.news, running, self.version))
         return [finished[i] for i in range(len(requests))]
 
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:

@@ -139,7 +139,7 @@ def test_tensor_parallel_ranks_emit_the_same_tokens(engine: Engine, engine_tp2: 
 
 
 def test_spans_and_callback(engine: Engine) -> None:
-    engine.set_version(7)
+    engine.version = 7
     seen: list[str] = []
     got = engine.generate([request(i) for i in range(4)], on_finished=lambda t: seen.append(t.request_id))
     assert sorted(seen) == ["r0", "r1", "r2", "r3"]
