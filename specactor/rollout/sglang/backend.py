@@ -120,7 +120,7 @@ class Backend:
         manager = self._engine.tokenizer_manager
         if manager.tokenizer is None and any(request.sampling.stop for request in requests):
             manager.tokenizer = responses.Text(manager.server_args.tokenizer_path or self._spec.model_dir)
-        inputs = [list(request.prompt_ids) + responses.begun_tokens(request) for request in requests]
+        inputs = [[*r.prompt_ids, *(r.begun.token_ids if r.begun else ())] for r in requests]
         start = min(map(len, inputs)) - 1 if all(request.begun for request in requests) else 0
         rids = [f"{self._num_batches}.{i}." for i in range(len(requests))]  # SGLang aborts by prefix
         self._rids |= {request.request_id: rid for request, rid in zip(requests, rids, strict=True)}

@@ -29,10 +29,6 @@ def install() -> None:
     HookRegistry.register(target, finish, HookType.AROUND)
 
 
-def begun_tokens(request: RolloutRequest) -> list[int]:
-    return list(request.begun.token_ids) if request.begun else []
-
-
 def custom_params(request: RolloutRequest) -> dict[str, int] | None:
     """Return SGLang's ``custom_params``, which reach the scheduler as they are."""
     counts = {_NUMBER: num_begun(request), _EARLIER: request.num_earlier}
