@@ -40,10 +40,6 @@ class Slots:
         self._places: OrderedDict[Hashable, Place] = OrderedDict()  # the least recently used first
 
     @property
-    def keys(self) -> Collection[Hashable]:
-        return self._places.keys()
-
-    @property
     def free_blocks(self) -> int:
         return len(self._free_blocks)
 
