@@ -22,7 +22,7 @@ def install() -> None:
     layers = "sglang.srt.layers"
     replacements: dict[str, Callable[..., Any]] = {
         # The batch-invariant kernels of the deterministic mode are Triton's; `sglang_ops` is invariant by itself.
-        "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode": _do_nothing,
+        "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode": lambda _: None,
         # SGLang's has the same bits, and compiles itself with a C++ compiler on first use.
         f"{layers}.sampler.multinomial_with_seed": sglang_ops.sample_with_noise,
     }
@@ -35,10 +35,6 @@ def install() -> None:
         HookRegistry.register(target, replacement, HookType.REPLACE)
     for target, wrapper in wrappers.items():
         HookRegistry.register(target, wrapper, HookType.AROUND)
-
-
-def _do_nothing(*_: object) -> None:
-    pass
 
 
 def allow_seeded_sampling(*backends: str) -> None:
@@ -55,11 +51,8 @@ def allow_seeded_sampling(*backends: str) -> None:
 def _allow_capture_of_experts() -> None:
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
-    ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory  # SGLang's own is registered with CUDA, on a CPU too
-
-
-def _plain_memory(shape: tuple[int, ...], dtype: torch.dtype, **_: object) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
+    # SGLang's own is registered with CUDA, on a CPU too.
+    ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, dtype, **_: torch.empty(shape, dtype=dtype)
 
 
 def _install_attention() -> None:
