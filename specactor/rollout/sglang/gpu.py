@@ -21,10 +21,13 @@ MAX_ROWS = 512
 
 
 def install() -> None:
-    if torch.cuda.is_available():
-        _keep_graphs_releasable()
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if torch.cuda.is_available():
+        allow_seeded_sampling(TILES)
+        ATTENTION_BACKENDS[TILES] = lambda runner: backend_class()(runner)
+        _keep_graphs_releasable()
     runner = "sglang.srt.model_executor.model_runner.ModelRunner"
     for method, hook in {
         "_decode_cuda_graph_runner_cls": _graphs_of_rows,
@@ -110,13 +113,6 @@ def _subclass(graph_runner: Any) -> type:
             return fits and bool(super().can_run_graph(forward_batch))
 
     return RowGraphs
-
-
-def install_tiles() -> None:
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-
-    allow_seeded_sampling(TILES)
-    ATTENTION_BACKENDS[TILES] = lambda runner: backend_class()(runner)
 
 
 def backend_class() -> type:

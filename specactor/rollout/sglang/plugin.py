@@ -26,8 +26,6 @@ from specactor.weights_sync.receiver import Receiver
 def register() -> None:
     if not torch.cuda.is_available():
         sglang_hooks.install()
-    else:
-        gpu.install_tiles()
     for part in (sampling, responses, routed_experts, gpu, draft_runner):
         part.install()
     register_mimo()
