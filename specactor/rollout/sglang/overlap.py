@@ -12,34 +12,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from specactor.rollout.sglang.verify_worker import Worker
 VARIABLE = "SPECACTOR_OVERLAP"
 """Environment variable: 0 where no round is launched ahead (SGLang's argument disable_overlap_schedule)."""
 
 
-class PlainRounds(Protocol):
-    """Knows which rounds are plain (`verify_worker.Worker`)."""
-
-    overlaps: bool
-
-    def decodes_plainly(self) -> bool:
-        """Return whether the next round is plain."""
-
-    def end_plain_round(self, requests: int) -> None:
-        """The tokens of a plain round are on the host."""
-
-    def was_interrupted(self) -> None:
-        """The next round does not follow at once."""
-
-
-def install(plain_rounds: Callable[[Any], PlainRounds | None]) -> None:
-    """Register the hook. Args: plain_rounds: of a scheduler, if it speculates."""
+def install(worker_of: Callable[[Any], Worker | None]) -> None:
+    """Register the hook. Args: worker_of: of a scheduler, if it speculates."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import DynamicGradMode
 
     def loop(original: Callable[[Any], None], scheduler: Any) -> None:
-        worker = plain_rounds(scheduler)
+        worker = worker_of(scheduler)
         if worker is None:
             original(scheduler)
             return
@@ -57,7 +44,7 @@ def interrupts(message: Any) -> bool:
 
 
 class Loop:
-    def __init__(self, scheduler: Any, worker: PlainRounds) -> None:
+    def __init__(self, scheduler: Any, worker: Worker) -> None:
         self._scheduler = scheduler
         self._worker = worker
         self._under_way: deque[tuple[Any, Any]] = deque()

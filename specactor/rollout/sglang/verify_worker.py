@@ -274,9 +274,11 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
 
     def was_interrupted(self) -> None:
+        """The next round does not follow at once."""
         self._ended = None
 
     def end_plain_round(self, requests: int) -> None:
+        """The tokens of a plain round are on the host."""
         assert self._ended is not None  # the next round may have been launched
         began, self._ended = self._ended, time.perf_counter()
         self.rounds.plain(began, self._ended)
