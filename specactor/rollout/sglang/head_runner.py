@@ -14,7 +14,6 @@ Shape legend: R rows, B texts, V vocabulary, S slots, F features of a token.
 from __future__ import annotations
 
 import copy
-import functools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -130,15 +129,11 @@ def prepare(target: Any, head: Any) -> TargetStates:
         vars(head.model.model)["embed_tokens"] = target.model.model.embed_tokens
     if head.device == "cpu":  # few rows take other kernels, and a draft must not feel the others of its round
         joining = head.model.model.input_proj if is_mtp(head.model_config) else head.model.model.fc
-        joining.forward = functools.partial(_linear, joining)
+        joining.forward = lambda x: sglang_ops.linear(x, joining.weight, joining.bias)
     head.req_to_token_pool = copy.copy(target.req_to_token_pool)
     head.req_to_token_pool.req_to_token = target.req_to_token_pool.req_to_token[:, 1:]
     head.init_kv_index_translator()
     return TargetStates(target, head, num_slots=head.token_to_kv_pool.size + page)
-
-
-def _linear(layer: torch.nn.Linear, x: Tensor) -> Tensor:
-    return sglang_ops.linear(x, layer.weight, layer.bias)
 
 
 def _tensors(folder: Path) -> set[str]:
