@@ -117,19 +117,30 @@ def load_alone(
     """
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = (Path(os.environ["TMPDIR"]) / "rendezvous").as_uri()
     from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    return _runner_of(
-        _alone(
-            model_path=model_dir,
-            dtype=dtype,
-            context_length=context_length,
-            max_running_requests=max_requests,
-            max_total_tokens=max_tokens,
-            mem_fraction_static=memory_fraction,
-            random_seed=random_seed,
-        )
-    )
+    arguments: dict[str, Any] = {
+        "model_path": model_dir,
+        "dtype": dtype,
+        "context_length": context_length,
+        "max_running_requests": max_requests,
+        "max_total_tokens": max_tokens,
+        "mem_fraction_static": memory_fraction,
+        "random_seed": random_seed,
+        "skip_tokenizer_init": True,
+        "enable_deterministic_inference": True,
+        "sampling_backend": "pytorch",
+        "page_size": 1,
+        "cuda_graph_backend_prefill": "disabled",
+        "log_level": "warning",
+    }
+    if torch.cuda.is_available():
+        arguments["cuda_graph_bs_decode"] = graph_sizes(max(MAX_ROWS, max_requests))
+    else:
+        arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True}
+        arguments["disable_cuda_graph"] = True
+    return _runner_of(ServerArgs(**arguments))
 
 
 def _runner_of(server_args: Any) -> Any:
@@ -157,25 +168,6 @@ def _runner_of(server_args: Any) -> Any:
         if get_device().device == "cuda":
             runner.init_cuda_graphs()
     return runner
-
-
-def _alone(**arguments: Any) -> Any:
-    from sglang.srt.server_args import ServerArgs
-
-    arguments |= {
-        "skip_tokenizer_init": True,
-        "enable_deterministic_inference": True,
-        "sampling_backend": "pytorch",
-        "page_size": 1,
-        "cuda_graph_backend_prefill": "disabled",
-        "cuda_graph_bs_decode": graph_sizes(max(MAX_ROWS, arguments["max_running_requests"])),
-        "log_level": "warning",
-    }
-    if not torch.cuda.is_available():
-        arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True}
-        arguments["disable_cuda_graph"] = True
-        del arguments["cuda_graph_bs_decode"]
-    return ServerArgs(**arguments)
 
 
 @dataclass(slots=True)
