@@ -92,8 +92,6 @@ def _context_mask(offset_L: Tensor, lengths_B1: Tensor, ranks: int, rank: int) -
 def positions(offset: Tensor, length: Tensor, ranks: int, rank: int) -> Tensor:
     """Return the position in its sequence of the token at `offset` of the `length` that `rank` holds of it: chunks
     number `rank` and 2 * ranks - 1 - rank of 2 * ranks."""
-    if ranks == 1:
-        return offset + torch.zeros_like(length)
     chunk = length // 2
     return offset + torch.where(offset >= chunk, (2 * ranks - 2 - rank) * chunk, rank * chunk)
 
