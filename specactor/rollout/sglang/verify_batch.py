@@ -77,7 +77,7 @@ def spread(batch: Any, rows: Rows, *, req_to_token: Tensor) -> None:
     """
     reqs = batch.reqs
     plan_4R = rows.plan([req.output_ids[-1] for req in reqs])
-    cached_B = np.array([len(req.origin_input_ids) + len(req.output_ids) - 1 for req in reqs])
+    cached_B = np.array([num_cached(req) for req in reqs])
     plan = on_device(plan_4R, batch.seq_lens.device)  # in one copy
     batch.input_ids, owner_R, place_R, depth_R = plan.unbind(0)
     if rows.drafted:

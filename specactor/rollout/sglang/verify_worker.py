@@ -98,6 +98,11 @@ class _Running:
     num_begun: int  # tokens that the request brought along of its conversation
     may_draft: bool  # whether drafts can be verified for it
 
+    def follow(self) -> None:
+        """Bring the drafters' view up to date."""
+        output_ids = self.sequence.output_ids
+        output_ids.extend(self.req.output_ids[len(output_ids) - self.num_begun :])
+
 
 class Worker(BaseSpecWorker):  # type: ignore[misc]
     """Runs every batch of one engine rank."""
@@ -260,9 +265,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         paths: list[list[int]] = [_ROOT] * len(reqs)
         for i, tree in enumerate(rows.trees):
             if tree.tokens:
-                paths[i] = path = accepted_path(tree, samples[rows.starts[i] : rows.starts[i + 1]])
-                if path[-1] >= len(path):  # not rows 0, 1, ..
-                    self._branches.keep(reqs[i], num_cached(reqs[i]), tree, path)
+                paths[i] = accepted_path(tree, samples[rows.starts[i] : rows.starts[i + 1]])
+                self._branches.keep(reqs[i], num_cached(reqs[i]), tree, paths[i])
         return paths
 
     def _plain_round(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
@@ -300,8 +304,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._attend(reqs)
         running = [self._running[req.rid] for req in reqs]
         for request in running:
-            output_ids = request.sequence.output_ids
-            output_ids.extend(request.req.output_ids[len(output_ids) - request.num_begun :])
+            request.follow()
         return running
 
     def _attend(self, reqs: Sequence[Any]) -> None:
@@ -334,8 +337,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
     def _close(self, rid: str) -> None:
         assert self.speculator is not None
         running = self._running.pop(rid)
-        output_ids = running.sequence.output_ids
-        output_ids.extend(running.req.output_ids[len(output_ids) - running.num_begun :])
+        running.follow()
         self.speculator.close(running.sequence)
 
     def _drafts(self, reqs: Sequence[Any], running: Sequence[_Running]) -> list[DraftTree]:
