@@ -15,7 +15,6 @@ from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.sglang import overlap
 from specactor.rollout.sglang.engine_protocol import EngineSpec
 from specactor.rollout.speculation.costs import OnlineCosts, Point
-from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter
 from specactor.rollout.speculation.registry import make_drafters
 from specactor.rollout.speculation.speculator import Speculator
@@ -24,7 +23,7 @@ CONFIGURE = f"{__name__}:configure"
 """Rank call: speculate like this `SpeculationConfig` (JSON) from the next round on. For `specactor profile`, tests and
 benchmarks; a run's setting comes by `SPECULATION`."""
 REPORT = f"{__name__}:report"
-"""Rank call: `Report` since the last one, of rank 0."""
+"""Rank call: `Counts` per drafter since the last one, of rank 0."""
 FIGURES = f"{__name__}:figures"
 """Rank call: what drafters count themselves, since the last one, of rank 0: `Figures`."""
 TRACE = f"{__name__}:trace"
@@ -35,9 +34,6 @@ SPECULATION = "SPECACTOR_SPECULATION"
 """Environment variable by which an engine's processes get the configuration that they start with."""
 DRAFTERS = "SPECACTOR_DRAFTERS"
 """Environment variable by which they know where drafter processes are: a `DrafterAccess` as JSON."""
-
-Report = dict[str, Counts]
-"""Counts per drafter."""
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
