@@ -28,10 +28,8 @@ from specactor.types import FinishReason, RolloutRequest
 
 _ADMISSION_PAUSE_S = 0.005
 _ADMISSION_TRIES = 200
-_MEMORY = ("weights", "kv_cache", "cuda_graph")
-"""SGLang's names of the memory that can be released."""
-PROGRESS_TOKENS = 64
-"""A running request reports after this many tokens."""
+_MEMORY = ("weights", "kv_cache", "cuda_graph")  # SGLang's names of the memory that can be released
+PROGRESS_TOKENS = 64  # a running request reports after this many tokens
 
 
 def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[str, Any]:
@@ -91,8 +89,7 @@ class Backend:
         self.gpu = torch.cuda.is_available()
         self.memory_release = self.gpu and find_spec("torch_memory_saver") is not None
         self._spec = spec
-        self._released: set[str] = set()
-        """Kinds of memory that the device has back."""
+        self._released: set[str] = set()  # kinds of memory that the device has back
         self._engine = _engine_class(fork=not self.gpu)(
             **server_args(spec, gpu=self.gpu, memory_release=self.memory_release)
         )
@@ -103,8 +100,7 @@ class Backend:
         self.loop = self._engine.loop
         self._num_calls = 0
         self._num_batches = 0
-        self._rids: dict[str, str] = {}
-        """SGLang's names of the requests that run."""
+        self._rids: dict[str, str] = {}  # SGLang's names of the requests that run
 
     async def generate(
         self, requests: Sequence[RolloutRequest], report_tokens: int = 0

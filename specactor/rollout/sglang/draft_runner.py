@@ -174,8 +174,7 @@ def _runner_of(server_args: Any) -> Any:
 class SequenceCache:
     """What the draft model has seen of a text."""
 
-    cached: int = 0
-    """Leading tokens whose keys and values count."""
+    cached: int = 0  # leading tokens whose keys and values count
     fed: list[int] = field(default_factory=list)
     """Draft tokens that it saw after those; they count as far as the text goes on with the same."""
 
@@ -197,12 +196,9 @@ class DraftText:
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
     seed: int
-    temperature: float
-    """0: the likeliest token is drafted."""
-    window: int
-    """Draft tokens, at least one. The page table has slots for all but the last."""
-    row: int
-    """Of the page table."""
+    temperature: float  # 0: the likeliest token is drafted
+    window: int  # draft tokens, at least one. The page table has slots for all but the last
+    row: int  # of the page table
     cache: SequenceCache
 
     @property
@@ -223,15 +219,11 @@ class DraftBatch:
         self.texts = texts
         self.base = torch.tensor([text.length - 1 for text in texts], dtype=torch.int64)
         """[B] position of the last token, on the CPU."""
-        self.table = on_device([text.row for text in texts], device, torch.int64)
-        """[B] rows of the page table."""
-        self.seeds = on_device([text.seed for text in texts], device, torch.int64)
-        """[B]"""
+        self.table = on_device([text.row for text in texts], device, torch.int64)  # [B] rows of the page table
+        self.seeds = on_device([text.seed for text in texts], device, torch.int64)  # [B]
         temperatures = [[(text.temperature or 1.0) * draft_temperature] for text in texts]
-        self.temperatures = on_device(temperatures, device, torch.float32)
-        """[B, 1]"""
-        self.greedy = on_device([text.temperature == 0 for text in texts], device)
-        """[B]"""
+        self.temperatures = on_device(temperatures, device, torch.float32)  # [B, 1]
+        self.greedy = on_device([text.temperature == 0 for text in texts], device)  # [B]
 
     def count(self, depth: int) -> int:
         return sum(text.window > depth for text in self.texts)  # the first ones

@@ -24,10 +24,8 @@ class Reservation:
     """What changed so that a request has room."""
 
     row: int
-    new_blocks: tuple[tuple[int, int], ...]
-    """(index among the request's blocks, block)"""
-    evicted: tuple[Hashable, ...]
-    """Requests that lost their place, the least recently used first."""
+    new_blocks: tuple[tuple[int, int], ...]  # (index among the request's blocks, block)
+    evicted: tuple[Hashable, ...]  # requests that lost their place, the least recently used first
 
 
 class Slots:

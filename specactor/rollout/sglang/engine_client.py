@@ -74,8 +74,7 @@ class Engine:
             environment=cpu.process_environment(spec.devices) | environment | speculation_calls.start_environment(spec),
             log_file=spec.log_file,
         )
-        self.version = 0
-        """Of the weights that the engine holds; trajectories of later calls carry it."""
+        self.version = 0  # of the weights that the engine holds; trajectories of later calls carry it
 
     @property
     def index(self) -> int:

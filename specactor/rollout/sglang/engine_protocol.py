@@ -21,23 +21,16 @@ from specactor.types import FinishReason, RolloutRequest
 class EngineSpec:
     """One engine to start."""
 
-    index: int
-    """Of the engine in the job."""
-    model_dir: str
-    """Folder of a model in Hugging Face format."""
-    dtype: str
-    """float32 or bfloat16."""
+    index: int  # of the engine in the job
+    model_dir: str  # folder of a model in Hugging Face format
+    dtype: str  # float32 or bfloat16
     tensor_parallel: int = 1
-    devices: tuple[int | str, ...]
-    """One core (without a GPU) or GPU per tensor-parallel rank."""
+    devices: tuple[int | str, ...]  # one core (without a GPU) or GPU per tensor-parallel rank
     config: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    drafters: DrafterAccess = field(default_factory=DrafterAccess)
-    """Processes that draft for it, in mode decoupled."""
-    context_length: int
-    """Longest sequence in tokens, prompt included."""
-    reserved_tokens: int = ENGINE_RESERVED_TOKENS
-    """Of that, what requests may not use; `layout.reserved_tokens`."""
+    drafters: DrafterAccess = field(default_factory=DrafterAccess)  # processes that draft for it, in mode decoupled
+    context_length: int  # longest sequence in tokens, prompt included
+    reserved_tokens: int = ENGINE_RESERVED_TOKENS  # of that, what requests may not use; `layout.reserved_tokens`
     awaits_weights: bool = False
     """It gets all weights by a sync before its first request, and reads none from the folder."""
     log_file: str
@@ -100,8 +93,7 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
 class Progress(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The engine is moving in this call."""
 
-    news: News | None = None
-    """If the call asked for it."""
+    news: News | None = None  # if the call asked for it
 
 
 class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -117,10 +109,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     scheduler_pids: list[int]
     max_sequence_tokens: int
     """Prompt and response together; the smaller of the context and what the KV pool lets one request use."""
-    kv_tokens: int
-    """Size of the KV pool."""
-    memory_release: bool
-    """Whether weights and KV cache can leave the device between rollouts."""
+    kv_tokens: int  # size of the KV pool
+    memory_release: bool  # whether weights and KV cache can leave the device between rollouts
 
 
 class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -35,8 +35,7 @@ from specactor.rollout.sglang.engine_protocol import (
 )
 
 _PROGRESS_EVERY_S = 1.0
-_BACKSTOP_S = 30.0
-"""The trainer rank gives up first, and ends the engine: a rank that hangs cannot be used again."""
+_BACKSTOP_S = 30.0  # the trainer rank gives up first, and ends the engine: a rank that hangs cannot be used again
 
 
 def run(connection: socket.socket) -> None:

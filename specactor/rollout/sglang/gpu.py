@@ -16,8 +16,7 @@ from torch import Tensor
 from specactor.cpu.sglang_hooks import TILES, allow_seeded_sampling
 from specactor.errors import EngineError
 
-MAX_ROWS = 512
-"""Rows of a draft model's pass over unseen tokens; its other passes have one per text."""
+MAX_ROWS = 512  # rows of a draft model's pass over unseen tokens; its other passes have one per text
 
 
 def install() -> None:

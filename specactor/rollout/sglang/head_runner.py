@@ -28,10 +28,8 @@ from specactor.cpu import sglang_ops
 from specactor.errors import EngineError
 from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner, is_mtp, num_features
 
-_KV_CACHE = "kv_cache"
-"""SGLang's name of the memory that is given back with the KV pool."""
-MTP_WEIGHTS = "model.mtp_layers."
-"""How the names of an MTP layer's weights begin in Hugging Face format."""
+_KV_CACHE = "kv_cache"  # SGLang's name of the memory that is given back with the KV pool
+MTP_WEIGHTS = "model.mtp_layers."  # how the names of an MTP layer's weights begin in Hugging Face format
 
 
 class TargetStates:
@@ -157,11 +155,9 @@ class HeadRunner(DraftRunner):
         self._states = states
         self._own_BH: Tensor | None = None
         """Hidden states of the head at the last token of each text; None: it reads the target's."""
-        self._passed_RH: Tensor
-        """Those of the last pass."""
+        self._passed_RH: Tensor  # those of the last pass
         ids = getattr(runner.model, "hot_token_id", None)
-        self._token_ids = None if ids is None else ids.to(self._device)
-        """Of a reduced vocabulary."""
+        self._token_ids = None if ids is None else ids.to(self._device)  # of a reduced vocabulary
 
     def _catch_up(self, batch: DraftBatch) -> Tensor:
         self._own_BH, self._caught_up = None, list[Tensor]()

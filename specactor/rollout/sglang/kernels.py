@@ -18,10 +18,8 @@ from torch import Tensor
 
 from specactor.cpu.sglang_ops import TILE, places
 
-SPLIT = 256
-"""Keys of a part: as many as SGLang's Triton backend has room for in its deterministic mode."""
-BLOCK = 64
-"""Keys that are loaded at once."""
+SPLIT = 256  # keys of a part: as many as SGLang's Triton backend has room for in its deterministic mode
+BLOCK = 64  # keys that are loaded at once
 
 
 def tile_sizes(readers_R: Tensor) -> Tensor:
@@ -180,19 +178,15 @@ def tile_attention(
     )
 
 
-CHUNK = 2048
-"""Tokens of the vocabulary per program."""
+CHUNK = 2048  # tokens of the vocabulary per program
 
 
 class Drawn(NamedTuple):
     """A token of every row, and the parts of its log-probability."""
 
-    tokens: Tensor
-    """[R] int64."""
-    tops: Tensor
-    """[R] float32: the largest of logits / temperature."""
-    log_totals: Tensor
-    """[R] float32: log-sum-exp of them, less `tops`."""
+    tokens: Tensor  # [R] int64
+    tops: Tensor  # [R] float32: the largest of logits / temperature
+    log_totals: Tensor  # [R] float32: log-sum-exp of them, less `tops`
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -16,8 +16,7 @@ from specactor.errors import EngineError
 from specactor.parallel.devices import trim_heap
 from specactor.rollout.sglang.head_runner import PolicyWithMtp
 
-METHOD = "specactor_call"
-"""Name under which SGLang finds `_run` on its scheduler."""
+METHOD = "specactor_call"  # name under which SGLang finds `_run` on its scheduler
 PAYLOAD_FILE = "payload"
 
 

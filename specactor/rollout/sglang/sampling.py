@@ -100,8 +100,7 @@ def serves(logits: Tensor) -> bool:
 
 class _Known(NamedTuple):
     kinds: list[Kind]
-    top_ps: Tensor
-    """It was read of these, too."""
+    top_ps: Tensor  # it was read of these, too
 
 
 def kinds_of(info: Any) -> list[Kind]:

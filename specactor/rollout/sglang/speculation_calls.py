@@ -39,12 +39,9 @@ DRAFTERS = "SPECACTOR_DRAFTERS"
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of rounds, the latest of them if there were many."""
 
-    plain: list[Point]
-    """On the engine's plain path."""
-    verifies: list[Point]
-    """All others, also those that had no drafts."""
-    drafts: dict[str, list[Point]]
-    """Per drafter."""
+    plain: list[Point]  # on the engine's plain path
+    verifies: list[Point]  # all others, also those that had no drafts
+    drafts: dict[str, list[Point]]  # per drafter
 
 
 def start_environment(spec: EngineSpec) -> dict[str, str]:

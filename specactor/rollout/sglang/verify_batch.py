@@ -32,10 +32,8 @@ class Rows:
     """Where the rows of each request begin, and what they hold."""
 
     trees: Sequence[DraftTree]
-    starts: list[int]
-    """First row of each request; one more entry at the end: R."""
-    owners: NDArray[np.int64]
-    """[R]: the number of each row's request."""
+    starts: list[int]  # first row of each request; one more entry at the end: R
+    owners: NDArray[np.int64]  # [R]: the number of each row's request
 
     @classmethod
     def of(cls, trees: Sequence[DraftTree]) -> Rows:

@@ -48,8 +48,7 @@ from specactor.rollout.speculation.verification import NOTHING, DraftTree, accep
 from specactor.trace import RoundTrace
 
 NAME = "SPECACTOR"
-_ROOT = [0]
-"""The rows that are kept of a request without drafts."""
+_ROOT = [0]  # the rows that are kept of a request without drafts
 
 
 class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
@@ -112,8 +111,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._target_worker = target_worker
-        self._draft_workers: dict[str, Any] = {}
-        """SGLang's workers of draft models, by drafter."""
+        self._draft_workers: dict[str, Any] = {}  # SGLang's workers of draft models, by drafter
         for name, folder in draft_models.items():
             head_runner.refuse_unfit(Path(folder), hierarchical_cache=get_memory().enable_hierarchical_cache)
             self._draft_workers[name] = draft_runner.load(
@@ -125,16 +123,13 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         """What an EAGLE-3 head or MTP layer reads, by drafter, once there are pools."""
         self._max_rows = int(get_spec().speculative_num_draft_tokens)
         self._vocab_size = int(target_worker.model_runner.model_config.vocab_size)
-        self._ended: float | None = None
-        """When the round before ended, if this batch follows it at once."""
+        self._ended: float | None = None  # when the round before ended, if this batch follows it at once
         self._running: dict[str, _Running] = {}
-        self._plain_left = 0
-        """Rounds from now on that are plain; the same on all ranks."""
+        self._plain_left = 0  # rounds from now on that are plain; the same on all ranks
         # On a CPU a round is over when it was launched, and there is nothing to hide.
         self.overlaps = os.environ.get(overlap.VARIABLE) != "0" and server_args.device != "cpu"
         self.rounds = RoundTrace()
-        self.speculator: Speculator | None = None
-        """None: plain decoding."""
+        self.speculator: Speculator | None = None  # None: plain decoding
 
     @property
     def max_window(self) -> int:
