@@ -90,15 +90,13 @@ def _text() -> Text:  # read when the first request with a stop string comes
 def finish(original: Callable[..., None], req: Any, new_tokens: int = 1) -> None:
     """Find where the request ends, now that its last `new_tokens` are there."""
     asked = req.to_finish
-    wanted = asked is not None and getattr(asked, "status_code", None) is None  # and not an error
-    if not wanted or new_tokens < 1:
-        finish_token_by_token(original, req, new_tokens)
-        return
     # SGLang would not look whether a token of an aborted request's last round ends it. A response that can be gone on
     # with has no token after its end.
-    req.to_finish = None
+    waits = asked is not None and getattr(asked, "status_code", None) is None and new_tokens > 0  # and not an error
+    if waits:
+        req.to_finish = None
     finish_token_by_token(original, req, new_tokens)
-    if not req.finished():
+    if waits and not req.finished():
         req.to_finish = asked
         original(req, new_tokens)
 

@@ -119,6 +119,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             )
         # The first: what SGLang's base class does of itself. It is also what its figures and host caches are of.
         self._draft_worker = next(iter(self._draft_workers.values()), None)
+        self._further = [*self._draft_workers.values()][1:]
         self._target_states: dict[str, head_runner.TargetStates] = {}
         """What an EAGLE-3 head or MTP layer reads, by drafter, once there are pools."""
         self._max_rows = int(get_spec().speculative_num_draft_tokens)
@@ -183,10 +184,6 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
     def draft_runners(self) -> dict[str, Any]:
         """Return SGLang's runners of draft models, by drafter."""
         return {name: worker.model_runner for name, worker in self._draft_workers.items()}
-
-    @property
-    def _further(self) -> list[Any]:
-        return [*self._draft_workers.values()][1:]
 
     def _draft_model_runners(self) -> tuple[Any, ...]:
         return tuple(self.draft_runners.values())
