@@ -135,15 +135,12 @@ class Backend:
                 index = int(out["meta_info"]["id"].split(".")[1])
                 reason = out["meta_info"]["finish_reason"]
                 state = _state(out) if reason is not None or report_tokens else ([], [])
-                if reason is not None:
+                if reason is None:
+                    yield index, state, None
+                else:
                     self._forget(requests[index], rids[index])
-                yield (
-                    index,
-                    state,
-                    None
-                    if reason is None
-                    else _response(out, state, reason, start=start, goes_on=bool(requests[index].begun)),
-                )
+                    goes_on = bool(requests[index].begun)
+                    yield index, state, _response(out, state, reason, start=start, goes_on=goes_on)
         except ValueError as error:
             raise EngineError(f"SGLang refused the batch: {error}") from error
         finally:
