@@ -202,14 +202,10 @@ class Engine:
         reply = self.rank_call(speculation_calls.TRACE, b"on" if on else b"off", timeout_s=_COMMAND_TIMEOUT_S)[0]
         return msgspec.msgpack.decode(reply, type=list[Span])
 
-    def release_memory(self) -> bool:
-        """Free the device's memory; return False where the platform cannot.
-
-        Raises EngineError when requests are running.
-        """
+    def release_memory(self) -> None:
+        """Free the device's memory, where the platform can. Raises EngineError when requests are running."""
         self.flush()  # SGLang's scheduler dies of a release before it counts itself idle
         self._do(Command(verb="release_memory"))
-        return self.ready is not None and self.ready.memory_release
 
     def resume_weights(self) -> None:
         """Take the memory for weights again; they are undefined until the next weight sync."""

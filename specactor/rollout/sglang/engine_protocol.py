@@ -110,7 +110,6 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     max_sequence_tokens: int
     """Prompt and response together; the smaller of the context and what the KV pool lets one request use."""
     kv_tokens: int  # size of the KV pool
-    memory_release: bool  # whether weights and KV cache can leave the device between rollouts
 
 
 class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):

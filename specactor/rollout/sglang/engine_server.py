@@ -92,7 +92,6 @@ class _Server:
             scheduler_pids=backend.scheduler_pids,
             max_sequence_tokens=backend.max_sequence_tokens,
             kv_tokens=backend.kv_tokens,
-            memory_release=backend.memory_release,
         )
         await self._send(frames.START, ready)
         for pid in backend.scheduler_pids:  # SGLang looks at them every second, and heeds what it saw within five

@@ -37,7 +37,6 @@ def ready(spec: EngineSpec) -> Ready:
         scheduler_pids=[],
         max_sequence_tokens=CONTEXT - spec.reserved_tokens,
         kv_tokens=10 * CONTEXT,
-        memory_release=False,
     )
 
 
