@@ -407,13 +407,6 @@ def _keep(result: GenerationBatchResult, rows: NDArray[np.int64]) -> None:
     output = result.logits_output
     if output.next_token_logprobs is not None:
         output.next_token_logprobs = output.next_token_logprobs[kept]
-    for name in ("top_logprobs", "token_ids_logprobs"):
-        for kind in ("val", "idx"):
-            values = getattr(output, f"next_token_{name}_{kind}")
-            if values:
-                setattr(output, f"next_token_{name}_{kind}", [values[row] for row in rows.tolist()])
-    if output.hidden_states is not None:
-        output.hidden_states = output.hidden_states[kept]
     result.next_token_ids = result.next_token_ids[kept]
 
 
