@@ -153,7 +153,7 @@ class DraftBackend:
         for evicted in reserved.evicted:
             del self._known[evicted]
         for index, block in reserved.new_blocks:
-            self._runner.place(reserved.row, index, block)
+            self._runner.place(reserved.row, index * BLOCK_TOKENS, block)
         # an earlier batch of this call may have evicted it
         known = self._known.setdefault(lane.key, _Known(lane.prompt_ids, len(lane.tokens)))
         return _text(lane, reserved.row, known.cache)

@@ -279,20 +279,17 @@ class DraftRunner:
             with rows_as_requests(self._runner):
                 self._runner.init_decode_cuda_graph()
 
-    def place(self, row: int, index: int, block: int) -> None:
-        """Let positions from index * BLOCK_TOKENS on lie in this block."""
+    def place(self, row: int, first: int, block: int) -> None:
+        """Let positions from `first` on lie in this block."""
         table = self._runner.req_to_token_pool.req_to_token
-        first, stop = index * BLOCK_TOKENS, min((index + 1) * BLOCK_TOKENS, table.shape[1])
-        slot = slot_range(block).start
+        slot, stop = slot_range(block).start, min(first + BLOCK_TOKENS, table.shape[1])
         table[row, first:stop] = torch.arange(slot, slot + stop - first, dtype=table.dtype, device=table.device)
 
     def share(self, row: int, own: int, *, length: int, block: int) -> None:
         """Let row `own` read `length` tokens of `row`; further ones lie in this block."""
         table = self._runner.req_to_token_pool.req_to_token
-        stop = min(length + BLOCK_TOKENS, table.shape[1])
         table[own, :length] = table[row, :length]
-        slot = slot_range(block).start
-        table[own, length:stop] = torch.arange(slot, slot + stop - length, dtype=table.dtype, device=table.device)
+        self.place(own, length, block)
 
     @torch.no_grad()
     def draft(self, texts: Sequence[DraftText]) -> list[list[int]]:
