@@ -87,7 +87,7 @@ def _install_splits() -> None:
 
 
 def _install_host_optimizer() -> None:
-    # It copies CUDA tensors alone to the host, and fails when it looks for the copies of others.
+    # The offloading optimizer copies CUDA tensors alone to the host, and fails when it looks for copies of others.
     owner = _module("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
     divide = owner._get_sub_optimizer_param_groups
 
