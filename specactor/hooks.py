@@ -1,8 +1,5 @@
-"""What users may put in the place of ours, by import path: the form of each, and checks of what it returns.
-
-Verifiers, environments and agents stand in a problem's column ``verifier``; the others are settings. A hook of the
-wrong form is found before anything starts; one that raises, or returns what it may not, ends the run with one line.
-"""
+"""Users' own functions by import path. Verifiers, environments and agents stand in a problem's column ``verifier``; the
+others are settings."""
 
 from __future__ import annotations
 
@@ -24,47 +21,42 @@ __all__ = ["Advantage", "Agent", "AsyncReward", "DataSource", "Environment", "Gr
 
 
 class Reward(Protocol):
-    """It is in [0, 1]; a problem's ``verifier``."""
+    """A ``verifier`` scores in [0, 1]; the async ones of a step are awaited together."""
 
     def __call__(self, response: str, problem: Problem, /) -> float: ...
 
 
 class AsyncReward(Protocol):
-    """It is a reward as ``async def``: those of a step are awaited together."""
-
     def __call__(self, response: str, problem: Problem, /) -> Awaitable[float]: ...
 
 
 class DataSource(Protocol):
-    """Rows with the columns of a data file, the same whenever it is called; ``data.train`` or ``data.eval``."""
+    """Rows for ``data.train`` or ``data.eval``, the same at every call."""
 
     def __call__(self) -> Iterable[Mapping[str, object]]: ...
 
 
 class Advantage(Protocol):
-    """Advantages in the shape of the rewards, group by group; ``algorithm.advantage``."""
+    """``algorithm.advantage`` keeps the shape of the rewards, group by group."""
 
     def __call__(self, rewards: Sequence[Sequence[float]], /) -> Sequence[Sequence[float]]: ...
 
 
 class GroupFilter(Protocol):
-    """It says whether a group is learned from; ``algorithm.dynamic_sampling``."""
+    """``algorithm.dynamic_sampling``: whether to learn from a group."""
 
     def __call__(self, group: ScoredGroup, /) -> bool: ...
 
 
 class Loss(Protocol):
-    """The loss of every token, [T], from its log-probability now and when it was sampled; ``algorithm.loss``."""
+    """``algorithm.loss`` of every token, [T]."""
 
     def __call__(self, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, /) -> Tensor: ...
 
 
 def hook(setting: str, name: str, arguments: str) -> Callable[..., Any]:
-    """The function of that name. Raises ConfigError where there is none that takes these arguments.
-
-    Args:
-        arguments: their names, for the message; a function may have others with defaults.
-    """
+    """Raises ConfigError where no function of that name takes `arguments` (their names); it may have others with
+    defaults."""
     try:
         found = find(name)
     except DataError as error:
@@ -77,7 +69,7 @@ def hook(setting: str, name: str, arguments: str) -> Callable[..., Any]:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for a hook among the settings that is not there, or has another form."""
+    """Raises ConfigError for a missing hook, or one of another form."""
     if ":" in config.algorithm.advantage:
         hook("algorithm.advantage", config.algorithm.advantage, "rewards")
     if ":" in config.algorithm.loss:
@@ -87,7 +79,6 @@ def check(config: Config) -> None:
 
 
 def called(setting: str, name: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """Return what the hook returns. Raises DataError when it raises: code of others may raise anything."""
     try:
         return function(*arguments)
     except Exception as error:
@@ -95,7 +86,7 @@ def called(setting: str, name: str, function: Callable[..., Any], *arguments: ob
 
 
 def advantages_by(name: str, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-    """The advantages of a hook. Raises DataError for another shape, or a number that is not finite."""
+    """Raises DataError for another shape, or a number that is not finite."""
     setting = "algorithm.advantage"
     found = called(setting, name, hook(setting, name, "rewards"), rewards)
     try:
@@ -114,7 +105,7 @@ def advantages_by(name: str, rewards: Sequence[Sequence[float]]) -> list[list[fl
 
 
 def loss_by(name: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
-    """The loss of a hook, with its gradient. Raises DataError for another shape, or a value that is not finite."""
+    """Raises DataError for another shape than [T], or values that are not finite."""
     setting, names = "algorithm.loss", "logprobs_T, old_logprobs_T, advantages_T"
     loss_T: Tensor = called(setting, name, hook(setting, name, names), logprobs_T, old_logprobs_T, advantages_T)
     shape = getattr(loss_T, "shape", None)
@@ -129,7 +120,7 @@ def loss_by(name: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T:
 
 
 def keeps(name: str, group: ScoredGroup) -> bool:
-    """Return whether the hook keeps the group. Raises DataError for an answer that is not a bool."""
+    """Raises DataError unless it answers a bool."""
     setting = "algorithm.dynamic_sampling"
     kept = called(setting, name, hook(setting, name, "group"), group)
     if not isinstance(kept, bool):
