@@ -1,4 +1,4 @@
-"""The section `data` of a recipe: problems to learn from, and problems held out. PURE.
+"""The section `data` of a recipe. PURE.
 
 Invariant: problems of a task that are held out are not learned from.
 """
@@ -75,15 +75,14 @@ class DataConfig:
 
     @property
     def mixed_sources(self) -> list[SourceConfig]:
-        """Return the sources of the further sets to learn from."""
         return [self._source(name, size=self._size, seed=0) for name in self.mix]
 
     def eval_source(self, problems: int) -> SourceConfig:
-        """Return the source of this many held-out problems of the first set, or of all that the file has."""
+        """The first set's, of so many problems, or of all that a file has."""
         return self.eval_sources(problems)["eval"]
 
     def eval_sources(self, problems: int) -> dict[str, SourceConfig]:
-        """Return likewise those of all sets, by name."""
+        """Likewise, of all sets by name."""
         names = self.eval or (self.train,)
         keys = ["eval", *map(set_name, names[1:])]
         return {key: self._source(name, size=problems, seed=EVAL_SEED) for key, name in zip(keys, names, strict=True)}
@@ -139,10 +138,10 @@ def _check_template(text: str) -> None:
 
 
 def set_name(source: str) -> str:
-    """Return the name of a set of problems in metrics: its file's, function's or task's own."""
+    """The set's name in metrics: its file's, function's or task's own."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", PurePosixPath(source.rpartition(":")[2]).stem)
 
 
 def is_file(name: str) -> bool:
-    """Return whether problems come from a file of that name: names of tasks are Python identifiers."""
+    """Names of tasks are Python identifiers."""
     return not name.isidentifier()

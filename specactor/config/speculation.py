@@ -1,7 +1,4 @@
-"""The section `rollout.speculation` of a recipe: who drafts, where, and how far. PURE.
-
-Draft methods of SGLang are refused by name; any other name stands for a drafter of `specactor.rollout.speculation`.
-"""
+"""The section `rollout.speculation` of a recipe: who drafts, where, and how far. PURE."""
 
 from __future__ import annotations
 
@@ -29,20 +26,19 @@ INEXACT = (
 
 
 def of_draft_model(drafter: str) -> tuple[str, int] | None:
-    """Return (model or decoupled, place in `rollout.speculation.draft_model` from 1 on) of a drafter that drafts with a
-    draft model; None for any other."""
+    """Return (model or decoupled, place in `rollout.speculation.draft_model` from 1 on); None without a draft model."""
     found = re.fullmatch(r"(model|decoupled)(?::(\d+))?", drafter)
     return (found[1], int(found[2] or 1)) if found else None
 
 
 def kind_of(drafter: str) -> str:
-    """Return model or decoupled for a drafter that drafts with a draft model, and an empty text for any other."""
+    """Return model, decoupled, or an empty text without a draft model."""
     found = of_draft_model(drafter)
     return found[0] if found else ""
 
 
 def drafter_of(kind: str, place: int) -> str:
-    """Return the name of the drafter: the first draft model's has no number."""
+    """The first draft model's has no number."""
     return kind if place == 1 else f"{kind}:{place}"
 
 
@@ -84,38 +80,35 @@ class SpeculationConfig:
 
     @property
     def largest_window(self) -> int:
-        """Most draft tokens of a request that a round can verify; drafters ahead need no more than two of these."""
+        """Most draft tokens that a round verifies; drafters ahead need at most two of these."""
         return self.window or self.max_window
 
     @property
     def is_decoupled(self) -> bool:
-        """Return whether processes of their own draft."""
         return bool(self.in_processes)
 
     @property
     def in_processes(self) -> dict[str, str]:
-        """Return the folders that drafter processes draft with, by drafter."""
+        """Drafter -> folder that its processes draft with."""
         return {} if self.mode == "off" else self._named("decoupled")
 
     @property
     def in_engines(self) -> dict[str, str]:
-        """Return the folders of the draft models that engines hold, by drafter."""
+        """Drafter -> folder of a draft model that engines hold."""
         if self.is_decoupled:
             return self._named("model")
         return {drafter_of("model", place): folder for place, folder in enumerate(self.draft_model, 1)}
 
     @property
     def uses_mtp(self) -> bool:
-        """Return whether engines draft with the policy's MTP layer."""
         return self.mode != "off" and MTP in self.drafters
 
     @property
     def first_draft_model(self) -> str:
-        """Return the folder of the one that is kept fresh, and that the warm-up makes; empty where there is none."""
+        """The one that is kept fresh, and that the warm-up makes; empty where there is none."""
         return self.draft_model[0] if self.draft_model else ""
 
     def with_first(self, folder: str) -> SpeculationConfig:
-        """Return the same with another first draft model."""
         return replace(self, draft_model=(folder, *self.draft_model[1:]))
 
     def _named(self, kind: str) -> dict[str, str]:
