@@ -1,11 +1,9 @@
-"""What a plan of a rollout is, the options that `search` makes it from, and how many tokens its rounds emit. PURE.
+"""Plans of a rollout, the options that `search` makes them from, and tokens that rounds emit. PURE.
 
-Sizes are bytes, times seconds, counts devices, engines, requests or tokens. survival_j = P(the first j draft tokens are
-accepted). Shape legend: S states, K windows 0..w.
+survival_j = P(the first j draft tokens are accepted). Shapes: S states, K windows 0..w.
 
-Invariants: a window of 0 means plain decoding and nothing else does; no count, time or probability is out of range; a
-round emits at least 1 token; tokens and share do not fall when survivals rise; with a drafter that takes no time
-`running` is `pipelined`.
+Invariants: only a window of 0 means plain decoding; a round emits at least 1 token; tokens do not fall when survivals
+rise; with a drafter that takes no time `running` is `pipelined`.
 """
 
 from __future__ import annotations
@@ -39,8 +37,6 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """A plan says where a rollout runs, how it drafts, and what is predicted."""
-
     draft: DraftPlan  # of every request, to begin with
     verifiers: Placement
     drafters: Placement
@@ -91,7 +87,7 @@ class VerifierOption:
     ahead_s: Grid | None = None  # over (requests, 1): what a decoupled round takes beside the verify; None: nothing
 
     def requests(self, drafter: Footprint = NOTHING) -> int | None:
-        """Return how many requests run at once beside this drafter; None: no bound."""
+        """How many run at once beside this drafter; None: no bound."""
         return fitting(self.capacity_bytes, self.footprint, drafter)
 
 
@@ -101,9 +97,8 @@ class DrafterEngine:
     seconds: Grid  # over (requests, window): drafting `window` tokens for each
     capacity_bytes: float = float("inf")
     token_s: Grid | None = None
-    """Over (requests, 1), measured in a drafter process: from token to token of each, its loop and messages included
-    (`decoupled.spec.Work`). Rounds then take what is there (`running`); None: they last until windows are
-    (`pipelined`)."""
+    """Over (requests, 1), measured in a process: from token to token of each (`decoupled.spec.Work`). Rounds then take
+    what is there (`running`); None: they last until windows are (`pipelined`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +115,7 @@ class DrafterOption:
 
 
 def fitting(capacity_bytes: float, *footprints: Footprint) -> int | None:
-    """Return how many requests' KV fits beside the weights; None: no bound."""
+    """How many requests' KV fits beside the weights; None: no bound."""
     left = capacity_bytes - sum(f.weights_bytes for f in footprints)
     each = sum(f.request_bytes for f in footprints)
     if left < 0:
@@ -138,7 +133,7 @@ class Candidates:
 
 
 def from_table(table: CostTable, *, devices: int, survivals: Mapping[str, tuple[float, ...]]) -> Candidates:
-    """Return the options of a measured table, of an engine on `devices` devices. Nothing is refused for memory."""
+    """Options of a measured engine on `devices` devices. Nothing is refused for memory."""
     process, drafters = table.process, []
     for name, grid in table.drafters.items():
         alone = process is None and name not in TEXT_DRAFTERS
@@ -152,7 +147,7 @@ def from_table(table: CostTable, *, devices: int, survivals: Mapping[str, tuple[
 
 
 def _windows(token_s: Grid) -> Grid:
-    """Return the grid of drafting windows, token by token."""
+    """The grid of drafting windows, token by token."""
     windows = (1.0, MAX_WINDOW + 1.0)
     seconds = tuple(tuple(w * each for w in windows) for (each,) in token_s.seconds)
     return Grid(requests=token_s.requests, per_request=windows, seconds=seconds)
@@ -165,8 +160,6 @@ MAX_ITERATIONS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """Decoupled rounds of one request, on average."""
-
     ready: float  # share of rounds that verify a window
     tokens_when_ready: float
 
@@ -180,10 +173,10 @@ def coupled_tokens(survival: Sequence[float], window: int) -> float:
 
 
 def pipelined(survival: Sequence[float], window: int) -> Pipelined:
-    """Return decoupled rounds of a window that last until windows are there.
+    """Decoupled rounds that last until windows are there.
 
-    A request is ready (its window is there) or its drafter starts again from the commit, after a plain step. The entry
-    of `survival` behind the window is extrapolated if missing.
+    A request is ready (its window is there), or its drafter starts again from the commit, after a plain step. A missing
+    entry of `survival` behind the window is extrapolated.
     """
     assert 1 <= window <= len(survival), window
     onward = survival[window] if len(survival) > window else _next(survival[:window])
@@ -193,14 +186,14 @@ def pipelined(survival: Sequence[float], window: int) -> Pipelined:
 
 
 def _next(survival: Sequence[float]) -> float:
-    """Return the survival of one more position, accepted as often as the last."""
+    """One more position, accepted as often as the last."""
     last, before = survival[-1], survival[-2] if len(survival) > 1 else 1.0
     return last * last / before if before > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """Decoupled rounds of an engine whose drafter is not waited for, on average."""
+    """Means of decoupled rounds whose drafter is not waited for."""
 
     tokens: float  # emitted per round, of a request
     window: float  # draft tokens verified per round, of a request: those that are there, at most the window
@@ -220,7 +213,7 @@ class Pace:
 
 
 def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
-    """Return rounds that verify what is there at their beginning, up to the window, while nobody waits.
+    """Decoupled rounds that verify what is there at their beginning, up to the window.
 
     A request has draft tokens in stock beyond the commit, or is lost: the commit differs from what was drafted, its
     round is a plain step, and the drafter has that long, less a message both ways and the rest of its current step.
@@ -250,7 +243,7 @@ def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
 
 
 def there(survival: Sequence[float], window: int, *, drafted: float, afresh: float, most: int) -> NDArray[np.float64]:
-    """Return [window + 1]: how often a decoupled round that waits for nobody verifies so many tokens of a request.
+    """[window + 1]: how often a round of `running` verifies so many tokens of a request.
 
     Args:
         drafted: tokens of a request that its drafter makes in a round.
@@ -261,7 +254,7 @@ def there(survival: Sequence[float], window: int, *, drafted: float, afresh: flo
 
 
 class _Chain:
-    """Markov chain with states 0, 1, .., most tokens in stock beyond the commit, then lost."""
+    """Markov chain: 0, 1, .., most tokens in stock beyond the commit, then lost."""
 
     def __init__(self, survival: Sequence[float], window: int, *, most: int) -> None:
         onward = survival[window] if len(survival) > window else _next(survival[:window])
@@ -302,12 +295,12 @@ def _whole(tokens: float) -> tuple[tuple[int, float], ...]:
 
 
 def _begun(tokens: float) -> tuple[tuple[int, float], ...]:
-    """Return the same for a time that began within a step, which is of no use: floor(tokens - U), U in 0..1."""
+    """The time began within a step, which is of no use: floor(tokens - U), U in 0..1."""
     return tuple((max(0, whole - 1), share) for whole, share in _whole(tokens))
 
 
 def _stationary(moves_SS: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return [S], how often each state is."""
+    """[S]: how often each state is."""
     states = len(moves_SS)
     equations = np.vstack([moves_SS.T - np.eye(states), np.ones(states)])
     share_S: NDArray[np.float64] = np.linalg.lstsq(equations, np.append(np.zeros(states), 1.0), rcond=None)[0]
@@ -317,7 +310,7 @@ def _stationary(moves_SS: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _mean_round_s(pace: Pace, windows_K: NDArray[np.float64]) -> float:
-    """Return the mean seconds of a round whose requests have independent windows: over all sums of them."""
+    """Mean over all sums of requests' independent windows."""
     size = pace.requests * (len(windows_K) - 1) + 1
     sums = np.fft.irfft(np.fft.rfft(windows_K, 2 * size) ** pace.requests, 2 * size)[:size].clip(0.0)
     seconds = pace.round_s.along(pace.requests, 1.0 + np.arange(size) / pace.requests)
