@@ -1,8 +1,8 @@
-"""What takes the memory of a job's fullest device and host, by phase of a step: a recipe's numbers in, bytes out.
+"""Memory of a job's fullest device and host in bytes, by phase of a step.
 
 Invariants: no phase leaves out what another that holds the same tensors counts; more devices never make a row larger.
 
-Source: Megatron-core's distributed optimizer. Activations and `OVERHEAD_BYTES` are estimates.
+Source: Megatron-core's distributed optimizer. `ESTIMATED` rows are estimates.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Memory:
     device_bytes: float
 
     def of(self, phase: Phase, *, without: Collection[str] = ()) -> float:
-        """Return the sum over all rows but those of these names."""
         return sum(row.get(phase, 0.0) for name, row in self.rows.items() if name not in without)
 
     @property
@@ -50,7 +49,7 @@ class Memory:
         return max(map(self.of, PHASES)) <= self.device_bytes
 
     def check(self) -> None:
-        """Raise ConfigError where a phase needs more than the device has, without what is estimated."""
+        """Raises ConfigError where a phase needs more than the device has, without estimates."""
         needed = {phase: self.of(phase, without=ESTIMATED) for phase in PHASES}
         fullest = max(PHASES, key=needed.__getitem__)
         if needed[fullest] > self.device_bytes:
@@ -66,11 +65,8 @@ class Memory:
 
 
 def _bytes_of_rounds(config: Config, shape: TransformerShape) -> float:
-    """Return what an engine rank keeps for the rows of its largest CUDA graph, which SGLang does not release.
-
-    A row has its logits in float32, the places of its keys, and with Triton's attention what each part of those keys
-    gives.
-    """
+    """Rows of an engine rank's largest CUDA graph, which SGLang does not release: logits in float32, the places of
+    keys, and with Triton's attention what each part of those gives."""
     engine, speculation = config.rollout.engine, config.rollout.speculation
     rows = engine.max_running_requests * (1 if speculation.mode == "off" else speculation.max_window + 1)
     context = longest_text(config, sys.maxsize)
@@ -89,8 +85,7 @@ def of_job(
     device_bytes: float,
     drafts: Sequence[TransformerShape] = (),
 ) -> Memory:
-    """Return the memory of a device that has a trainer rank and an engine rank; `drafts` draft in every engine, beside
-    the policy's MTP layer where the config names it."""
+    """A device has a trainer rank and an engine rank; `drafts` draft in every engine, beside the policy's MTP layer."""
     width = BYTES[config.model.dtype]
     dense, experts = parameters(shape, layout)
     held = dense + experts
@@ -134,7 +129,7 @@ def of_job(
 
 
 def of_host(config: Config, layout: Layout, shape: TransformerShape, devices: int) -> Memory:
-    """Return what a job holds in memory of a host of so many `devices`, whatever that has."""
+    """The host has so many `devices` of the job."""
     width, held, ranks = BYTES[config.model.dtype], sum(parameters(shape, layout)), min(devices, layout.world)
     learning = 1 + (config.algorithm.advantage == "gae")
     saved = shape.params + shape.mtp_params
@@ -157,7 +152,7 @@ def of_host(config: Config, layout: Layout, shape: TransformerShape, devices: in
 
 
 def optimizer_bytes(config: Config, shape: TransformerShape, layout: Layout) -> float:
-    """Return the bytes of Adam's moments and main weights of one rank, wherever they are."""
+    """Adam's moments and main weights of one rank, wherever they are."""
     dense, experts = parameters(shape, layout)
     expert_copies = layout.world // (layout.expert * layout.expert_tensor * layout.pipeline)
     each = ADAM_BYTES[config.train.optimizer_state] + (MAIN_WEIGHT_BYTES if config.model.dtype != "float32" else 0)
@@ -165,7 +160,7 @@ def optimizer_bytes(config: Config, shape: TransformerShape, layout: Layout) -> 
 
 
 def parameters(shape: TransformerShape, layout: Layout) -> tuple[float, float]:
-    """Return how many parameters the fullest rank has, (dense, experts'): the first or last stage has an embedding."""
+    """Of the fullest rank, (dense, experts'): the first or last stage has an embedding."""
     layers = -(-shape.layers // layout.pipeline)
     router = shape.hidden * shape.experts
     dense = layers * ((shape.attention_params + shape.mlp_params - router) / layout.tensor + router)
@@ -175,7 +170,7 @@ def parameters(shape: TransformerShape, layout: Layout) -> tuple[float, float]:
 
 
 def activations(config: Config, layout: Layout, shape: TransformerShape, tokens: float) -> float:
-    """Return the bytes of one micro-batch: what is kept of each layer, and all of the one that is computed."""
+    """Bytes of one micro-batch: what is kept of each layer, and all of the one that is computed."""
     layers = -(-shape.layers // layout.pipeline)
     whole = LAYER_BYTES * tokens * shape.hidden / layout.tensor
     experts = BYTES["bfloat16"] * tokens * shape.experts_per_token * (2 * shape.hidden + 3 * shape.expert_intermediate)
@@ -188,8 +183,7 @@ def activations(config: Config, layout: Layout, shape: TransformerShape, tokens:
 
 
 def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
-    """Return the memory of a recipe's devices, one per rank. Raises ConfigError for an impossible layout, PlanError for
-    a model whose shape is not known."""
+    """Raises ConfigError for an impossible layout, PlanError for a model of unknown shape."""
     layout, shape = _layout(config, ranks)
     speculation = config.rollout.speculation
     held = speculation.in_engines.values() if speculation.mode != "off" else ()
@@ -201,7 +195,7 @@ def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
 
 
 def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
-    """Return the memory of a host with so many `devices` of a recipe; raises as `memory_of`."""
+    """Raises as `memory_of`."""
     return of_host(config, *_layout(config, ranks), devices)
 
 
@@ -219,7 +213,7 @@ def _layout(config: Config, ranks: int) -> tuple[Layout, TransformerShape]:
 
 
 def _made(policy: TransformerShape, name: str) -> TransformerShape:
-    """What the warm-up makes of a policy: one dense layer, or a head."""
+    """The warm-up makes one dense layer, or a head."""
     return replace(
         policy,
         name=name,
@@ -253,7 +247,7 @@ def _own_shape(config: Config) -> TransformerShape:
 
 
 def named_shape(name: str, setting: str = "model") -> TransformerShape:
-    """Return a shape that is built in, or that of a folder. Raises ConfigError for other names."""
+    """Built in, or of a folder. Raises ConfigError for other names."""
     if name in SHAPES:
         return SHAPES[name]
     file = Path(name) / "config.json"
