@@ -1,10 +1,9 @@
-"""What is true in a simulation: requests and how easy each is to draft, and tokens and seconds of a round. PURE.
+"""What is true in a simulation: requests, how easy each is to draft, and tokens and seconds of a round. PURE.
 
-Invariants: equal seeds give equal requests; lengths lie in 1..longest; the requests of a prompt are neighbours; all
-modes are compared on the same requests; a round emits at least one token per request; without windows it is a plain
-step; better survivals emit no less.
+Invariants: equal seeds give equal requests; a prompt's requests are neighbours; a round emits at least one token per
+request; without windows it is a plain step; better survivals emit no less.
 
-Shape legend: N requests, M methods; of a round B requests, W positions.
+Shapes: N requests; of a round B requests, W positions.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Lengths of responses in tokens: log-normal, cut at `longest`."""
+    """Tokens of responses: log-normal, cut at `longest`."""
 
     median: float = 4000.0
     sigma: float = 1.0  # standard deviation of the logarithm: at 1 the 95th percentile is 5.2 medians
@@ -42,7 +41,7 @@ class Lengths:
             raise PlanError(f"lengths (median, sigma, longest, alike): got {got}, expected >= 1, >= 0, >= 1, 0..1.")
 
     def draw(self, rng: np.random.Generator, group_N: Ints) -> Ints:
-        """Return [N] lengths."""
+        """[N]."""
         own_N = rng.standard_normal(len(group_N))
         shared_N = rng.standard_normal(int(group_N.max()) + 1)[group_N]
         z_N = np.sqrt(self.alike) * shared_N + np.sqrt(1.0 - self.alike) * own_N
@@ -52,7 +51,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """The true acceptance of a draft method, which the planner has to find out."""
+    """The true acceptance of a draft method."""
 
     rate: float  # P(its first draft token is accepted) of the median request, at the start, freshly trained
     decay: float = 0.98  # from one position of a draft to the next, given that all before were accepted
@@ -67,18 +66,18 @@ class Method:
             raise PlanError(f"method: got {self}, expected shares in 0..1 and a spread >= 0.")
 
     def positions(self, window: int) -> Floats:
-        """Return [window] acceptances of the median request, fresh."""
+        """[window]: the median request's acceptances, fresh."""
         if self.by_position:
             last = len(self.by_position) - 1
             return np.array([self.by_position[min(j, last)] for j in range(window)])
         return self.rate * self.decay ** np.arange(window, dtype=np.float64)
 
     def survival(self, window: int, *, age: int = 0, tokens: float = 0.0) -> tuple[float, ...]:
-        """Return P(the first j draft tokens are accepted) of the median request, `age` versions after a refresh."""
+        """Of the median request, `age` versions after a refresh."""
         return tuple((self.positions(window) * self.kept(age, tokens)).cumprod().tolist())
 
     def kept(self, age: int, tokens: float | Floats) -> float | Floats:
-        """Share of the acceptance that is left after so many policy versions and tokens."""
+        """Share of the acceptance left after so many policy versions and tokens."""
         return (1.0 - self.staleness) ** age * (1.0 - self.drift) ** (np.asarray(tokens) / 1000.0)
 
 
@@ -113,7 +112,7 @@ class Requests:
 
 
 def draw(lengths: Lengths, *, prompts: int, group_size: int, seed: Sequence[int]) -> Requests:
-    """Return `prompts` x `group_size` requests. `odds` are for a spread of 1; a method's own is a power of it."""
+    """`odds` are for a spread of 1; a method's own is a power of it."""
     assert min(prompts, group_size) >= 1, (prompts, group_size)
     rng = np.random.default_rng(list(seed))
     group_N = np.repeat(np.arange(prompts, dtype=np.int64), group_size)
@@ -125,7 +124,7 @@ def draw(lengths: Lengths, *, prompts: int, group_size: int, seed: Sequence[int]
 
 
 def survivals(method: Method, odds_B: Floats, tokens_B: Floats, *, window: int, age: int) -> Floats:
-    """[B, window]: P(the first j draft tokens are accepted) of requests that have so many tokens by now."""
+    """[B, window], of requests that have so many tokens by now."""
     a_W = method.positions(window)
     scale_B1 = (odds_B**method.spread)[:, None]
     odds_BW = scale_B1 * a_W
@@ -148,18 +147,18 @@ class Remote:
     rollback_s: float = 0.0
 
     def drafted(self, round_s: float, window: int) -> tuple[float, float]:
-        """Return tokens of a request that are drafted in a round, and those after a commit that was not expected."""
+        """Tokens of a request drafted in a round, and those after an unexpected commit."""
         token_s = self.seconds.at(max(self.served, 1.0), window) / window
         return round_s / token_s, max(0.0, round_s - self.message_s - self.rollback_s) / token_s
 
     def window_s(self, window: int, restarts: float = 0.0) -> float:
-        """Return the seconds from a commit to the next window; `restarts` is the share of requests that go back."""
+        """Seconds from a commit to the next window; `restarts` is the share of requests that go back."""
         return self.seconds.at(max(self.served, 1.0), window + 1) + self.message_s + self.rollback_s * restarts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Beside:
-    """A further method that drafts for all the requests, on an engine that ran dry."""
+    """A further method, on an engine that ran dry, drafts for all the requests."""
 
     survival: Floats  # [B, W]
     window: int
@@ -187,11 +186,11 @@ def round_of(
     alike: float = 0.5,
     waits: bool = True,
 ) -> Round:
-    """Return the round. The requests verify `drafter`'s tokens, drafted on their devices or, by `remote`, elsewhere.
+    """The round in which requests verify `drafter`'s tokens, drafted on their devices or, by `remote`, elsewhere.
 
     On the verifier's devices a request has its window in every round. Elsewhere a round that `waits` lasts until
-    windows are there, and has them in a share ready of rounds (`pipelined`), so a request accepts j tokens or more with
-    probability ready * survival_j; one that does not wait takes what is there (`there`), as real engines do.
+    windows are there, and a request accepts j tokens or more with probability ready * survival_j (`pipelined`); one
+    that does not wait takes what is there (`there`), as real engines do.
     """
     requests, width = survival_BW.shape
     offered_BW = survival_BW * (np.arange(1, width + 1) <= window_B[:, None])
@@ -226,7 +225,7 @@ def round_of(
 
 
 def _accepted(offered_BW: Floats) -> tuple[Floats, Floats]:
-    """Return [B] mean and [B] variance of the tokens that are accepted. Args: P(j tokens or more are)."""
+    """[B] mean and [B] variance of accepted tokens, from P(j tokens or more are)."""
     mean_B = offered_BW.sum(axis=1)
     squares_B = offered_BW @ (2.0 * np.arange(1, offered_BW.shape[1] + 1) - 1.0)
     return mean_B, np.maximum(squares_B - mean_B**2, 0.0)
@@ -246,7 +245,7 @@ STEPS_PER_TOKEN, STEPS_PER_RATE = 8, 50
 def _shares_there(
     survival_BW: Floats, window_B: Ints, ahead_B: Flags, *, table: CostTable, remote: Remote, draft_s: float
 ) -> Floats:
-    """Return [B][W]: P(a round verifies j tokens of a request or more); 1 for those that are drafted for here."""
+    """[B, W]: P(a round verifies j tokens of a request or more); 1 for those that are drafted for here."""
     requests, width = survival_BW.shape
     window = int(window_B[ahead_B].max())
     share_BW = np.ones((requests, width))
@@ -270,7 +269,7 @@ def _shares_there(
 
 @lru_cache(maxsize=1 << 16)
 def _there(rates: tuple[int, ...], window: int, drafted: int, afresh: int, most: int) -> tuple[float, ...]:
-    """Return [W]: P(a round has j tokens of a request or more), of rounded rates."""
+    """[W], of rounded rates."""
     survival = np.cumprod(np.array(rates) / STEPS_PER_RATE).tolist()
     found_K = there(survival, window, drafted=drafted / STEPS_PER_TOKEN, afresh=afresh / STEPS_PER_TOKEN, most=most)
     at_least = found_K[::-1].cumsum()[::-1][1:].clip(0.0, 1.0).tolist()
