@@ -1,7 +1,6 @@
-"""One RL step: read `SpecActor.step` first.
+"""One RL step, as every rank executes it: begin at `SpecActor.step`.
 
-Every rank executes the same lines. Its own share of the work happens inside `Collective.together`, after which all
-ranks hold the same values.
+A rank's own share of the work happens inside `Collective.together`, after which all ranks hold the same values.
 """
 
 from __future__ import annotations
@@ -58,11 +57,8 @@ class SpecActor:
         return self.rollouts.pool
 
     def step(self, save: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Take policy version v to v + 1; return metrics without times and memory, equal on all ranks.
-
-        Args:
-            save: writes a checkpoint if one is due, while the trainer has the devices' memory.
-        """
+        """Take policy version v to v + 1; return metrics without times and memory, equal on all ranks. `save` writes a
+        checkpoint if one is due, while the trainer has the devices' memory."""
         step = self.steps_done + 1
         traced = self.progress.recorder.on = step in self.config.tracking.trace
         self.rollouts.take_stats(trace=traced)  # what follows is counted from here

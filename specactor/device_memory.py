@@ -36,7 +36,7 @@ TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 
 class DeviceMemory:
-    """All methods are collective. Nothing is handed over unless engines and trainer share GPUs (`is_shared`)."""
+    """Hands over, collectively, where engines and trainer share GPUs (`is_shared`)."""
 
     def __init__(self, collective: Collective, engines: Engines, *, is_shared: bool) -> None:
         self._collective, self._engines, self._is_shared = collective, engines, is_shared
@@ -57,21 +57,21 @@ class DeviceMemory:
         trainer.reload()
 
     def to_weights(self, trainer: Trainer) -> None:
-        """Engines' weights are undefined until they are sent."""
+        """Give engines memory for weights, undefined until they are sent."""
         trainer.offload()
         return_unused()
         self._collective.barrier()
         self._collective.together("resume", self._engines.resume_weights)
 
     def to_engines(self) -> None:
-        """The trainer's parameters stay, for engines that die."""
+        """Give engines the rest; the trainer's parameters stay, for engines that die."""
         return_unused()
         self._collective.barrier()
         self._collective.together("resume", self._engines.resume_memory)
 
 
 class HostCopies:
-    """Main weights and moments in pinned host memory, kept since pinning is slow."""
+    """Main weights and moments stay in pinned host memory: pinning is slow."""
 
     def __init__(self) -> None:
         self._hosts: dict[tuple[int, str], Tensor] = {}

@@ -71,13 +71,12 @@ def run(
     failures: Failures,
     store: Store | None = None,
 ) -> None:
-    """Raises SpecActorError on every rank when one fails.
+    """Raise SpecActorError on every rank when one fails.
 
     Args:
         local_rank: number of the rank, and of its device, on its host.
         head: host of rank 0, as the others know it.
-        failures: is told who takes part.
-        store: where ranks meet; by default the launcher's.
+        store: the ranks meet in it; by default in the launcher's.
     """
     policy = model_shape(config)
     layout = check(config, world, policy)
@@ -137,7 +136,7 @@ def _status_writer(folder: RunFolder, steps: int, members: Sequence[Member]) -> 
 
 
 def model_shape(config: Config) -> ModelShape:
-    """Raises ConfigError when it cannot be read."""
+    """Raise ConfigError when it cannot be read."""
     if config.model.tiny is not None:
         return ModelShape.of_tiny(config.model.tiny, VOCAB_SIZE)
     return ModelShape.read(Path(config.model.path))
@@ -255,7 +254,7 @@ def _distillation(job: _Job, trainer: PolicyTrainer, pool: EnginePool, drafters:
 
 
 def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, dict[str, Dataset]]:
-    """Training set, and held-out sets by name, whose problems it does not have."""
+    """Return what is learned from, and held-out sets, whose problems it does not have."""
     room = longest_prompt(config, model_shape(config).max_position)
     data, count = config.data, config.eval.problems
     sets = [build_dataset(s, tokenizer, max_prompt_tokens=room) for s in (data.train_source, *data.mixed_sources)]
@@ -311,7 +310,7 @@ def _own_engines(job: _Job, model_dir: Path, access_of: Callable[[int], DrafterA
 
 
 def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
-    """For each engine the rank that starts it, and its first device there."""
+    """Return for each engine the rank that starts it, and its first device there."""
     views, local_ranks = [member.view for member in members], [member.local_rank for member in members]
     size, pooled = config.parallel.engine_tensor, config.lends_devices
     return [
@@ -387,7 +386,6 @@ def _evaluate(actor: SpecActor, folder: RunFolder) -> dict[str, float]:
 
 
 def _log(actor: SpecActor, tracker: Tracker | None, step: int, metrics: dict[str, float]) -> None:
-    """Times are this rank's, memory is all ranks'."""
     # Without the guards, which share what they hold with the warm starter.
     pids = [engine.pid for engine in actor.pool.engines if engine.alive]
     engines = sum(rss_bytes(pid, children=True) - rss_bytes(pid) for pid in pids)
