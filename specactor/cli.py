@@ -1,4 +1,4 @@
-"""The ``specactor`` command. Training itself is started by torchrun, with launch/train_moe.py."""
+"""The ``specactor`` command. torchrun starts training itself, with launch/train_moe.py."""
 
 from __future__ import annotations
 
@@ -196,7 +196,6 @@ RECIPE = "[RECIPE [--key.path value ...]]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0 fine, 1 a problem was found, 2 the command line is wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="specactor",

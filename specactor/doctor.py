@@ -107,7 +107,7 @@ def _python() -> Finding:
 
 
 def pinned() -> list[Finding]:
-    """Compare required packages with this package's own metadata, or `STACKS`."""
+    """Compare required packages with this package's metadata, or `STACKS`."""
     findings = []
     for line in metadata.requires("specactor") or []:
         need = Requirement(line)
@@ -270,7 +270,6 @@ def _existing(folder: Path) -> Path:
 
 
 def loopback() -> Finding:
-    """Check that processes can talk over 127.0.0.1."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(5)

@@ -82,7 +82,7 @@ FORMER_VALUES = {
 
 
 def recipes() -> dict[str, str]:
-    """Recipe -> first line of its docstring. Nothing is imported."""
+    """Return the first line of each recipe's docstring, without importing one."""
     found = {}
     for file in sorted(EXAMPLES.glob("*.py")):
         tree = ast.parse(file.read_text())
@@ -104,7 +104,7 @@ def usage(prog: str) -> str:
 
 
 def load(argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
-    """``--help`` prints and exits. Raises ConfigError for an unknown recipe or key, or a bad value."""
+    """Raise ConfigError for an unknown recipe or key, or a bad value. ``--help`` prints and exits."""
     if argv and argv[0] in ("-h", "--help"):
         print(usage(prog))
         raise SystemExit(0)
@@ -119,8 +119,7 @@ def load(argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
 
 
 def load_or_exit(argv: Sequence[str], *, prog: str = "train_moe.py", quiet: bool = False) -> Config:
-    """Exit with 2 on a ConfigError; with `quiet` unprinted, and after rank 0: torchrun ends all ranks at the first
-    exit."""
+    """Exit with 2 on a ConfigError; with `quiet` later than rank 0: torchrun ends all ranks at the first exit."""
     try:
         return load(argv, prog=prog)
     except ConfigError as error:
@@ -133,7 +132,7 @@ def load_or_exit(argv: Sequence[str], *, prog: str = "train_moe.py", quiet: bool
 
 
 def override(config: Config, argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
-    """In keys '-' and '_' mean the same."""
+    """Apply ``--key.path value`` pairs; in keys '-' and '_' mean the same."""
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_key_values)
     for key, former in FORMER_VALUES.items():
@@ -164,7 +163,7 @@ def to_json(config: Config) -> dict[str, Any]:
 
 
 def from_json(plain: Mapping[str, Any]) -> Config:
-    """Raises ConfigError for unknown keys, wrong types and invalid settings."""
+    """Raise ConfigError for unknown keys, wrong types and invalid settings."""
     plain = dict(json.loads(json.dumps(plain)))
     _rename(plain)
     _drop_removed(plain)
@@ -314,7 +313,7 @@ def _importable(folder: Path) -> None:
 
 
 def _key_values(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    """A dict is ``--data.params max_n=9999 lazy=true``, and replaces the recipe's whole dict."""
+    """Read ``--data.params max_n=9999 lazy=true``, which replaces the recipe's whole dict."""
     if info.type != dict[str, Scalar]:
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
@@ -346,7 +345,6 @@ def _show(value: Scalar) -> str:
 
 @contextmanager
 def one_line_errors(argv: Sequence[str], unknown: Callable[[str], str]) -> Iterator[None]:
-    """Raise ConfigError in place of tyro's box of errors."""
 
     def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
         raise ConfigError(_one_line(event, argv, unknown))
@@ -406,7 +404,6 @@ def _unknown_key(token: str, config: Config) -> str:
 
 
 def nearest_keys(key: str, config: Config) -> list[str]:
-    """The best first, at most two."""
     wrong_section, _, wrong_leaf = key.rpartition(".")
     if wrong_leaf in USUAL_NAMES:
         return [USUAL_NAMES[wrong_leaf]]
