@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SpecActorError(Exception):
-    """Base of all errors raised on purpose."""
+    """All errors that are raised on purpose derive from this one."""
 
 
 class ConfigError(SpecActorError, ValueError):

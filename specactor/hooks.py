@@ -31,7 +31,7 @@ class AsyncReward(Protocol):
 
 
 class DataSource(Protocol):
-    """Rows for ``data.train`` or ``data.eval``, the same at every call."""
+    """``data.train`` or ``data.eval`` gives the same rows at every call."""
 
     def __call__(self) -> Iterable[Mapping[str, object]]: ...
 
@@ -43,20 +43,19 @@ class Advantage(Protocol):
 
 
 class GroupFilter(Protocol):
-    """``algorithm.dynamic_sampling``: whether to learn from a group."""
+    """``algorithm.dynamic_sampling`` says whether to learn from a group."""
 
     def __call__(self, group: ScoredGroup, /) -> bool: ...
 
 
 class Loss(Protocol):
-    """``algorithm.loss`` of every token, [T]."""
+    """``algorithm.loss`` is of every token, [T]."""
 
     def __call__(self, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, /) -> Tensor: ...
 
 
 def hook(setting: str, name: str, arguments: str) -> Callable[..., Any]:
-    """Raises ConfigError where no function of that name takes `arguments` (their names); it may have others with
-    defaults."""
+    """Raise ConfigError where no function of that name takes `arguments`, their names."""
     try:
         found = find(name)
     except DataError as error:
@@ -69,7 +68,6 @@ def hook(setting: str, name: str, arguments: str) -> Callable[..., Any]:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for a missing hook, or one of another form."""
     if ":" in config.algorithm.advantage:
         hook("algorithm.advantage", config.algorithm.advantage, "rewards")
     if ":" in config.algorithm.loss:
@@ -86,7 +84,7 @@ def called(setting: str, name: str, function: Callable[..., Any], *arguments: ob
 
 
 def advantages_by(name: str, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Raises DataError for another shape, or a number that is not finite."""
+    """Raise DataError for another shape, or a number that is not finite."""
     setting = "algorithm.advantage"
     found = called(setting, name, hook(setting, name, "rewards"), rewards)
     try:
@@ -105,7 +103,7 @@ def advantages_by(name: str, rewards: Sequence[Sequence[float]]) -> list[list[fl
 
 
 def loss_by(name: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
-    """Raises DataError for another shape than [T], or values that are not finite."""
+    """Raise DataError for another shape, or a value that is not finite."""
     setting, names = "algorithm.loss", "logprobs_T, old_logprobs_T, advantages_T"
     loss_T: Tensor = called(setting, name, hook(setting, name, names), logprobs_T, old_logprobs_T, advantages_T)
     shape = getattr(loss_T, "shape", None)
@@ -120,7 +118,7 @@ def loss_by(name: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T:
 
 
 def keeps(name: str, group: ScoredGroup) -> bool:
-    """Raises DataError unless it answers a bool."""
+    """Raise DataError for an answer that is no bool."""
     setting = "algorithm.dynamic_sampling"
     kept = called(setting, name, hook(setting, name, "group"), group)
     if not isinstance(kept, bool):

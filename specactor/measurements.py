@@ -31,7 +31,7 @@ def accuracy(scores: Sequence[float]) -> float:
 
 
 def of_evaluation(sets: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, float]:
-    """avg@n and pass@k of each held-out set with n samples, k = 2, 4, .. and n."""
+    """Return avg@n and pass@k of each held-out set with n samples, k = 2, 4, .. and n."""
     found: dict[str, float] = {}
     for name, groups in sets.items():
         key = f"accuracy/{name}"
@@ -43,8 +43,8 @@ def of_evaluation(sets: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, float]
 
 
 def pass_at(k: int, scores: Sequence[float]) -> float:
-    """Chance that one of k of n responses, drawn without replacement, is right: an unbiased estimate for k fresh ones
-    (arXiv 2107.03374 eq. 1). Integers are rounded once."""
+    """Return the chance that one of k of n responses is right, an unbiased estimate for k fresh ones (arXiv 2107.03374
+    eq. 1). Integers are rounded once."""
     wrong, draws = sum(score < SOLVED for score in scores), math.comb(len(scores), k)
     return (draws - math.comb(wrong, k)) / draws
 
@@ -114,7 +114,6 @@ def of_environments(groups: Sequence[ScoredGroup], num_failed: int) -> dict[str,
 
 
 def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
-    """Plain rounds are named off."""
     rounds = sum(of.rounds for of in counts.values())
     return {
         f"speculation/{name}/{key}": value
@@ -143,7 +142,7 @@ def of_tail(
 
 
 def of_drafters(figures: Figures, work: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """`work`: (seconds of drafting, drops) of each drafter process."""
+    """`work` is (seconds of drafting, drops) of each drafter process."""
     own = {
         f"speculation/{drafter}/{name}": value
         for drafter, counted in figures.items()
@@ -198,11 +197,8 @@ def of_time(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[
 
 
 def check_agreement(stats: TrainStats, *, step: int, bound: float, routes_freely: bool) -> None:
-    """Raises AgreementError when more tokens differ by `bound` than may.
-
-    Args:
-        routes_freely: rounding may choose other experts in the trainer than in the engine.
-    """
+    """Raise AgreementError when more tokens differ by `bound` than may. `routes_freely`: rounding may choose other
+    experts in the trainer."""
     allowed = ROUTED_APART if routes_freely else 0.0
     if stats.logprob_gap_share <= allowed:  # nan is no agreement either
         return
