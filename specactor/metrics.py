@@ -172,7 +172,7 @@ WANDB_FINISH_S = 60  # longest waits when a run starts and ends; uploads run in 
 
 
 class Tracker:
-    """For rank 0. Lines after ``resume_step``, and one that a crash cut short, are removed; 0 starts anew."""
+    """Writes on rank 0. Lines after ``resume_step``, and one that a crash cut short, are removed; 0 starts anew."""
 
     def __init__(
         self, run_dir: Path, config_json: Mapping[str, Any], tracking: TrackingConfig, resume_step: int = 0
@@ -214,7 +214,6 @@ class Tracker:
             self._to_wandb(lambda run: run.summary.update(dict(values)))
 
     def close(self, exit_code: int = 0) -> None:
-        """May be called twice."""
         self._file.close()
         if self._run is not None:
             self._to_wandb(lambda run: run.finish(exit_code=exit_code))
@@ -229,13 +228,12 @@ class Tracker:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
-    """A number that was not finite is nan."""
     lines = _whole_lines(run_dir / "metrics.jsonl")
     return [{k: math.nan if v is None else v for k, v in json.loads(line).items()} for line in lines]
 
 
 def rss_bytes(pid: int | None = None, *, children: bool = False) -> int:
-    """Resident memory of a process (this one by default), shared memory included; 0 for one that is gone."""
+    """Return resident memory, shared memory included; 0 for a process that is gone."""
     try:
         root = psutil.Process(pid)
         family = [root, *(root.children(recursive=True) if children else [])]
@@ -295,7 +293,6 @@ def _write_whole(file: Path, text: str) -> None:
 
 
 def _start_wandb(run_dir: Path, config_json: Mapping[str, Any], tracking: TrackingConfig, *, resuming: bool) -> Any:
-    """None where it cannot start even offline."""
     if tracking.wandb == "off":
         return None
     import wandb  # takes a second
@@ -333,7 +330,6 @@ def _start_wandb(run_dir: Path, config_json: Mapping[str, Any], tracking: Tracki
 
 
 def _has_key(wandb: Any) -> bool:
-    """Neither prompts nor uses the network."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,6 +1,6 @@
 """What a person sees of a run: a live line on a terminal, one line per step, a table at the end.
 
-Invariants: without a terminal only whole plain lines are written; a rank that does not print still measures its phases.
+Without a terminal only whole plain lines are written; a rank that does not print still measures its phases.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ class Progress:
         self._step = steps_done
 
     def seconds(self) -> dict[str, float]:
-        """Per phase, since the last call."""
+        """Return seconds per phase since the last call."""
         taken, self._seconds = self._seconds, {}
         return taken
 
     def spent(self) -> dict[str, float]:
-        """As `seconds`, which is not reset."""
+        """Return the same without a reset."""
         return dict(self._seconds)
 
     def response(self, trajectory: Trajectory) -> None:
@@ -126,14 +126,13 @@ class Progress:
             self.note(f"{self._phase} {done}/{total}, loss {loss:.4f}")
 
     def update(self, **values: float) -> None:
-        """Set values of the status line, from any thread."""
         self._shown = {**self._shown, **values}
 
     def note(self, text: str) -> None:
         self._print(f"[{self._clock() - self._begun:7.1f} s] {text}")
 
     def drafter_problems(self, counts: Mapping[str, Counts]) -> None:
-        """Each reason is printed once in a run."""
+        """Print each reason once in a run."""
         for name, of in counts.items():
             for problem in of.problems:
                 if problem not in self._problems:
@@ -142,7 +141,6 @@ class Progress:
                     self.note(f"drafter {name}: {problem}. That costs speed, and changes no token.")
 
     def step_line(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Step 0 is what was evaluated before the first."""
         now = self._clock()
         if self._last_line is not None:
             self._step_times.append(now - self._last_line)
@@ -163,7 +161,7 @@ class Progress:
             self._print(f"{name:<{width}}  {value}")
 
     def time_left_s(self) -> float | None:
-        """By the mean of the last ten steps; None before the first."""
+        """Return None before the first step."""
         recent = self._step_times[-10:]
         if not recent:
             return None

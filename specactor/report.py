@@ -84,7 +84,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """Raises DataError for a folder of no run, or a file that no run writes."""
+        """Raise DataError for a folder of no run, or a file that no run writes."""
         expected = "expected the folder of a run, with lines in metrics.jsonl. Name for example runs/quickstart."
         if not (folder / "metrics.jsonl").is_file():
             raise DataError(f"{folder}: got no metrics.jsonl, {expected}")
@@ -100,7 +100,7 @@ class Run:
         return cls(name=name, config=config, lines=lines, has_summary=(folder / "summary.json").exists())
 
     def points(self, metric: str) -> dict[int, float]:
-        """Step -> value, in order; nan where it was not finite."""
+        """Return step -> value, in order; nan where it was not finite."""
         logged = {int(line["step"]): line[metric] for line in self.lines if metric in line}
         numbers = {step: float(value) for step, value in logged.items() if isinstance(value, int | float)}
         return {step: value if math.isfinite(value) else math.nan for step, value in numbers.items()}
@@ -109,7 +109,7 @@ class Run:
         return {step: value for step, value in self.points(metric).items() if math.isfinite(value)}
 
     def totals(self, *metrics: str) -> list[float]:
-        """Sums over the steps at which all of the metrics are finite; nan without such a step."""
+        """Sum over the steps at which all of the metrics are finite; nan without such a step."""
         found = [self.finite(metric) for metric in metrics]
         steps = [step for step in found[0] if all(step in of for of in found)]
         return [sum(of[step] for step in steps) if steps else math.nan for of in found]
@@ -193,7 +193,6 @@ def seconds(run: Run) -> Rows:
 
 
 def drafting(run: Run) -> Rows:
-    """A step without a drafter counts as a share of 0."""
     sums = {"drafted": ",.0f", "accepted": ",.0f", "wasted": ",.0f", "draft_s": ",.2f", "verify_s": ",.2f"}
     head = ("drafter", *sums, "predicted_s / measured_s", "accept_rate", "mean accept_length", "mean share_of_rounds")
     rows: Rows = [tuple(word.replace("_", " ") for word in head)]
@@ -244,7 +243,7 @@ def training() -> list[Panel]:
 
 def speculation(run: Run) -> list[Panel]:
     def of(*parts: tuple[str, str, str]) -> list[Curve]:
-        """`parts`: (label with {}, last part of the metric, style)."""
+        """`parts` are (label with {}, last part of the metric, style)."""
         pairs = [(name, colour, part) for name, colour in run.drafters.items() for part in parts]
         return [(label.format(n), f"speculation/{n}/{key}", colour, style) for n, colour, (label, key, style) in pairs]
 
