@@ -52,7 +52,6 @@ class RunFolder:
 
     @property
     def replay(self) -> Path:
-        """The `Replay` that this run does, if it is one."""
         return self.root / "replay.json"
 
     def read_replay(self) -> Replay | None:
@@ -63,7 +62,6 @@ class RunFolder:
 
     @property
     def export(self) -> Path:
-        """In Hugging Face format."""
         return self.root / "export"
 
     @property
@@ -75,14 +73,14 @@ class RunFolder:
         return self.root / "status.json"
 
     def write_status(self, status: Status) -> None:
-        """A reader sees the old or the new one, whole. Not forced to the disk."""
+        """Replace it: a reader sees the old or the new one, whole. It is not forced to the disk."""
         self.root.mkdir(parents=True, exist_ok=True)
         fresh = self.status.with_name("status.json.tmp")
         fresh.write_text(json.dumps(asdict(status)) + "\n")
         fresh.replace(self.status)
 
     def read_status(self) -> Status | None:
-        """None before the run's first phase."""
+        """Return None before the run's first phase."""
         try:
             fields = json.loads(self.status.read_text())
         except FileNotFoundError:
@@ -100,7 +98,6 @@ class RunFolder:
 
     @property
     def draft_model(self) -> Path:
-        """In Hugging Face format, where it was kept fresh."""
         return self.root / "draft_model"
 
     def evaluation(self, step: int, name: str = "eval") -> Path:
@@ -135,8 +132,8 @@ class RunFolder:
 
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Path | None:
-    """None: start at step 0. Raises ConfigError for an existing run without resume, CheckpointError for a missing
-    checkpoint."""
+    """Return None to start at step 0. Raises ConfigError for an existing run without resume, CheckpointError for a
+    missing checkpoint."""
     if config.resume == "off":
         if folder.metrics.exists():
             raise ConfigError.at(

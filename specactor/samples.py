@@ -46,7 +46,7 @@ class Elsewhere(Sequence[Any]):
 
 
 def packed(response: Trajectory) -> Trajectory:
-    """Arrays of the smallest types replace tuples."""
+    """Replace tuples by arrays of the smallest types."""
     ids = "H" if max(chain(response.prompt_ids, response.token_ids), default=0) < 1 << 16 else "i"
     experts = experts_of(response.routed_experts)
     experts = experts.astype(np.uint8 if experts.max(initial=0) < 1 << 8 else np.int16)
@@ -73,7 +73,7 @@ def joined(prompt: Sequence[int], response: Sequence[int]) -> Sequence[int]:
 
 
 def told(own: Sequence[Trajectory], collective: Collective) -> list[Trajectory]:
-    """All ranks' packed responses, by rank, those of others without their values. Collective."""
+    """Return all ranks' packed responses, by rank, those of others without their values. Collective."""
     heads = list(map(_head, own))
     found: list[Trajectory] = []
     for rank, part in enumerate(collective.gather(heads, list[tuple[Trajectory, list[list[tuple[str, int]]]]])):
@@ -82,7 +82,6 @@ def told(own: Sequence[Trajectory], collective: Collective) -> list[Trajectory]:
 
 
 def _head(response: Trajectory) -> tuple[Trajectory, list[list[tuple[str, int]]]]:
-    """The types and numbers are of its values and its branches'."""
     nothing: dict[str, Any] = {name: b"" if name == "routed_experts" else () for name in OF_RESPONSE}
     values = [[getattr(t, name) for name in OF_RESPONSE] for t in (response, *response.branches)]
     head = replace(response, **nothing, branches=tuple(replace(branch, **nothing) for branch in response.branches))
@@ -98,7 +97,7 @@ def _there(head: Trajectory, values: Sequence[Sequence[tuple[str, int]]], rank: 
 
 
 def fetch(samples: Sequence[Sample], wanted: Iterable[int], fields: Sequence[str]) -> list[Sample]:
-    """Return the samples, with the `fields` of those `wanted` and of their branches on this rank. Collective."""
+    """Return the samples, with `fields` of those `wanted` and of their branches on this rank. Collective."""
     parts = list(map(_with_branches, samples))
     owners = chain(*([i] * len(part) for i, part in enumerate(parts)))
     asked = {*wanted}

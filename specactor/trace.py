@@ -38,7 +38,6 @@ class Recorder:
         self.span(lane, name, at_s, at_s, **details)
 
     def take(self) -> list[Span]:
-        """Return and forget what was recorded."""
         taken = list(self._spans)
         self._spans.clear()
         return taken
@@ -65,7 +64,7 @@ class RoundTrace:
         rows: int,
         emitted: int,
     ) -> None:
-        """A round that could have drafts; its tokens are handed out last. SGLang's own time is a gap."""
+        """Record a round that could have drafts; its tokens are handed out last. SGLang's own time is a gap."""
         if not self.recorder.on:
             return
         self.end_stretch()
@@ -94,7 +93,7 @@ class RoundTrace:
 
 
 def chrome_trace(processes: Mapping[str, Sequence[Span]]) -> bytes:
-    """JSON in Chrome's trace event format, of each process by name; time 0 is the first start."""
+    """Encode each process by its name in Chrome's trace event format; time 0 is the first start."""
     origin = min((span.start_s for spans in processes.values() for span in spans), default=0.0)
     events: list[dict[str, object]] = []
     for pid, (process, spans) in enumerate(processes.items(), 1):

@@ -50,7 +50,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """An unfinished response, by whatever engines and in whatever steps."""
+    """A response is not finished, by whatever engines and in whatever steps."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # as of `Trajectory`: each is of the policy that the token was sampled from
@@ -113,7 +113,7 @@ class Trajectory:
 
     @property
     def num_turns(self) -> int:
-        """Stretches of sampled tokens."""
+        """Count stretches of sampled tokens."""
         mask = self.loss_mask or (True,)
         own = sum(now and not before for before, now in zip((False, *mask), mask, strict=False))
         return own + sum(branch.num_turns for branch in self.branches)
@@ -129,7 +129,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSequence:
-    """Prompt and response; the loss is on the response, or its mask."""
+    """The loss is on the response, or its mask."""
 
     token_ids: Sequence[int]
     prompt_len: int
