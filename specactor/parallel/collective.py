@@ -1,7 +1,7 @@
-"""What all ranks do together: join in groups, exchange values, run a phase, fail.
+"""What all ranks do together.
 
-Invariants: every exchange is bounded by the process group's timeout; when one rank fails in a phase, all leave it with
-an error; no exchange touches a GPU.
+Invariants: the process group's timeout bounds every exchange; when one rank fails in a phase, all leave it with an
+error; no exchange touches a GPU.
 """
 
 from __future__ import annotations
@@ -36,10 +36,8 @@ _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # the gloo group besi
 
 
 def control_group(timeout_s: float | None = None) -> dist.ProcessGroup | None:
-    """Return all ranks' gloo group, None if it is the default one. `timeout_s` bounds one exchange.
-
-    NCCL would spin on GPUs where engines run, and notice a dead rank only after its timeout.
-    """
+    """Return all ranks' gloo group, or None if it is the default one. NCCL would spin on GPUs where engines run, and
+    notice a dead rank only after its timeout."""
     if dist.get_backend() == "gloo":
         return None
     default = dist.group.WORLD
@@ -58,12 +56,8 @@ def leave() -> None:
 def init_groups(
     layout: Layout, parallel: ParallelConfig, *, seed: int, local_rank: int, store: Store | None = None
 ) -> torch.device:
-    """Set up the groups and seeds of a rank that torchrun started; return its device. Collective.
-
-    Args:
-        local_rank: number of the rank, and of its GPU, under its launcher.
-        store: where ranks meet; by default the launcher's, which must be new.
-    """
+    """Set up groups and seeds of a rank that torchrun started; return its device. Collective. The ranks meet in
+    `store`, by default the launcher's, which must then be new."""
     from specactor.cpu import megatron as cpu_platform
 
     cpu_platform.install()
@@ -98,7 +92,7 @@ def init_groups(
 
 
 def destroy_groups(*, keep_process_group: bool = False) -> None:
-    """With `keep_process_group` the same processes can set up another layout."""
+    """Leave all groups; with `keep_process_group` the same processes can set up another layout."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -118,7 +112,7 @@ class Collective:
         return found if self.world > 1 else None
 
     def gather_bytes(self, payload: bytes, *, only_first: bool = False) -> list[bytes]:
-        """By rank; `only_first`: on rank 0 alone."""
+        """Return every rank's payload, by rank; with `only_first` on rank 0 alone."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64), group=control_group())
         lengths = [int(size) for size in sizes]
@@ -133,14 +127,14 @@ class Collective:
         return [bytes(part[:n].numpy()) for part, n in zip(parts, lengths, strict=False)]
 
     def gather(self, value: T, kind: type[T] | GenericAlias, *, only_first: bool = False) -> list[T]:
-        """By rank. Raises msgspec.ValidationError on foreign data."""
+        """Return every rank's value, by rank. Raises msgspec.ValidationError on foreign data."""
         decoder, own = msgspec.msgpack.Decoder(kind), msgspec.msgpack.encode(value)
         return [decoder.decode(part) for part in self.gather_bytes(own, only_first=only_first)]
 
     def pass_bytes(
         self, outgoing: Iterable[tuple[torch.Tensor, int]], incoming: Iterable[tuple[torch.Tensor, int]]
     ) -> None:
-        """Exchange uint8 [N] of the host without copies; those between two ranks keep their order."""
+        """Exchange tensors (uint8 [N] on the host) with ranks, without copies; between two ranks their order holds."""
         group = control_group()
         works = [dist.irecv(part, rank, group=group) for data, rank in incoming for part in _messages(data)]
         works += [dist.isend(part, rank, group=group) for data, rank in outgoing for part in _messages(data)]
@@ -157,10 +151,8 @@ class Collective:
         self.any(False)
 
     def together(self, phase: str, work: Callable[[], T]) -> T:
-        """Run `work`, which uses no collective, on every rank; return when all are done.
-
-        Where work fails its own error is raised, and on other ranks PeerFailedError with the rank and the cause.
-        """
+        """Run `work`, which uses no collective, on every rank; return this rank's result when all are done. Where it
+        fails, its own error is raised, and PeerFailedError on other ranks."""
         own = _in_thread(phase, work)
         while True:
             wait([own], HEARTBEAT_S)
@@ -190,7 +182,7 @@ def _messages(data: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _in_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """A daemon thread ends with the process, which those of an executor do not."""
+    """Run the work in a daemon thread: an executor's would not end with the process."""
     future: Future[T] = Future()
 
     def call() -> None:

@@ -1,7 +1,7 @@
-"""Accelerators, memory, and the optional packages that really work here.
+"""What this machine has.
 
-Some packages crash on import (PyPI's transformer-engine without a GPU) or are another project (PyPI's apex): each is
-first imported in another process.
+Packages that crash on import (PyPI's transformer-engine without a GPU) or are another project (PyPI's apex) are tried
+in another process.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """``works`` is false where it is missing or does not import."""
-
     version: str  # empty where it is missing
     works: bool
     problem: str = ""  # last line of the error with which it failed to import
@@ -62,7 +60,7 @@ class Devices:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Devices:
-    """It takes seconds. `environ` may have wandb's key."""
+    """Look at this machine, which takes seconds."""
     with ThreadPoolExecutor(max_workers=2) as pool:
         found = dict(zip(PROBES, pool.map(probe, PROBES), strict=True))
     return Devices(
@@ -75,7 +73,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Devices:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """None with torch's CPU build."""
+    """Return what torch can use; none with its CPU build."""
     if importlib.util.find_spec("torch") is None:
         return ()
     import torch
@@ -97,14 +95,14 @@ def return_unused() -> None:
 
 
 def trim_heap() -> None:
-    """glibc returns no page below one that is used, and small tensors stay between large ones that come and go: 1,000
-    steps of a tiny model left 600 MiB behind."""
+    """Return free pages: glibc alone returns none below a page in use, and 1,000 steps of a tiny model left 600 MiB
+    behind."""
     with contextlib.suppress(OSError, AttributeError):  # other C libraries have no such call
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def gpu_uuid(number: int) -> str:
-    """The name does not depend on CUDA_VISIBLE_DEVICES."""
+    """Return a name that does not depend on CUDA_VISIBLE_DEVICES."""
     import torch
 
     properties = torch.cuda.get_device_properties(number)
@@ -113,7 +111,7 @@ def gpu_uuid(number: int) -> str:
 
 
 def numbers() -> tuple[int, ...]:
-    """Of GPUs; without any, of the cores that this process may use."""
+    """Return the GPUs' numbers; without any, those of this process's cores."""
     return tuple(range(len(gpus()))) or tuple(sorted(os.sched_getaffinity(0)))
 
 
