@@ -1,8 +1,7 @@
 """All ranks fail together, with one message that names the rank and the cause.
 
 Invariants: one failure has one report, by the first rank that takes a ticket from the launcher's store, or one per host
-where that is gone; a rank that fails because of a peer lets it report first; after Ctrl-C all are gone within
-`GRACE_S`.
+where that is gone; a rank that fails because of a peer lets it report first; after Ctrl-C all are gone in `GRACE_S`.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def here(cls, local_rank: int = 0, *, gpu: str = "") -> Member:
-        """`gpu` is its GPU's UUID, empty without one."""
+        """Describe this process; `gpu` is its GPU's UUID."""
         return cls(
             machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             pid=os.getpid(),
@@ -70,7 +69,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         return View(self.machine, self.visible)
 
     def gone(self) -> bool:
-        """For members on this machine alone."""
+        """Return whether a process of this machine has ended."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
         except (FileNotFoundError, ProcessLookupError):
@@ -78,7 +77,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tell_launcher(message: str) -> None:
-    """torchrun's own report then ends with `message`."""
+    """End torchrun's own report with `message`."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):  # the message itself has been printed already
             # Its root cause is the earliest failure in whole seconds; peers end within the same second.
@@ -87,7 +86,6 @@ def tell_launcher(message: str) -> None:
 
 
 def launcher_store(address: str, port: int) -> Store | None:
-    """None where it cannot be reached."""
     import torch.distributed as dist
 
     try:
@@ -108,15 +106,14 @@ class Failures:
         self._told = False  # whether another rank was seen to have reported
 
     def use(self, store: Store) -> None:
-        """The launcher's store may have tickets of an earlier start."""
+        """Take tickets here: the launcher's store may have those of an earlier start."""
         self._store = store
 
     def know(self, members: Sequence[Member]) -> None:
-        """In rank order; a report can then name one that was killed."""
         self._members = members
 
     def report(self, message: str, *, trace: str = "", asks: bool = True) -> None:
-        """Print, unless a rank has reported already; `asks`: the launcher's store can say so."""
+        """Print, unless a rank has reported already; `asks`: the store can be asked whether one has."""
         if self._reported.acquire(blocking=False) and (not asks or self._tickets(1) == 1):
             line = f"specactor: rank {self.rank}: {message}"
             tell_launcher(line)  # first, since torchrun ends this rank as soon as a peer has seen the ticket and left
@@ -130,7 +127,7 @@ class Failures:
             time.sleep(_LOOK_EVERY_S)
 
     def lost(self) -> str:
-        """Ranks of this machine that are gone; empty when none is, or another rank has reported."""
+        """Return ranks of this machine that are gone; empty if another rank has reported."""
         mine = Member.here()
         deadline = time.monotonic() + _NOTICE_S
         while True:
@@ -149,19 +146,18 @@ class Failures:
         os._exit(1)
 
     def on_sigterm(self) -> None:
-        """torchrun ends this rank: another is gone, or someone ended torchrun."""
         lost = self.lost()
         ended = "ended by SIGTERM" + (": the launcher of rank 0 is gone" if self._store_is_gone else "")
         self.report(f"{lost} was killed or crashed. {RESUME}" if lost else self.saw or f"{ended}. {RESUME}")
         os._exit(128 + signal.SIGTERM)
 
     def on_sigint(self) -> None:
-        """The main thread, which gets KeyboardInterrupt, may be stuck in a library."""
+        """The main thread may be stuck in a library."""
         time.sleep(GRACE_S)
         os._exit(128 + signal.SIGINT)
 
     def _tickets(self, more: int) -> int:
-        """Return how many reports there are."""
+        """Add `more` reports; return how many there are."""
         if self._store is None:
             return more
         try:
@@ -211,8 +207,8 @@ def failure_guard(rank: int, store: Store | None) -> Iterator[Failures]:
 
 @contextmanager
 def _signals(actions: dict[signal.Signals, Callable[[], None]]) -> Iterator[None]:
-    """Run a signal's action in a thread, also during library calls. SIGTERM no longer ends the process by itself;
-    SIGINT still raises KeyboardInterrupt."""
+    """Run a signal's action in a thread, also during library calls. SIGTERM no longer ends the process; SIGINT still
+    raises KeyboardInterrupt."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
 

@@ -1,7 +1,7 @@
 """Which rank holds what. PURE: integers in, integers out.
 
-Invariants: every rank has one coordinate; the dimensions' product is the world size; what Megatron-core would refuse is
-refused here.
+Invariants: every rank has one coordinate; the dimensions' product is the world size; Megatron-core's refusals come here
+first.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from specactor.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes that a layout must divide."""
-
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -43,7 +41,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, model_dir: Path) -> ModelShape:
-        """Raises ConfigError for a folder without the config.json of a language model."""
+        """Raise ConfigError for a folder that is no Hugging Face model."""
         file = model_dir / "config.json"
         if not file.is_file():
             raise ConfigError.at(
@@ -80,12 +78,12 @@ _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_lay
 
 
 def has_mtp(raw: Mapping[str, Any]) -> bool:
-    """Only one family's MTP layer learns and drafts here."""
+    """Return whether it has an MTP layer that learns and drafts here."""
     return bool(raw.get("architectures") == ["MiMoForCausalLM"] and raw.get("num_nextn_predict_layers") == 1)
 
 
 def _refuse_mtp(raw: dict[str, Any], file: Path) -> None:
-    """Raises ConfigError for other MTP layers, which would neither learn nor draft."""
+    """Raise ConfigError for MTP layers that would neither learn nor draft."""
     if has_mtp(raw):
         return
     names = [name for name in raw.get("architectures") or () if name.endswith(("MTP", "NextN"))]
@@ -111,12 +109,12 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Copies of the dense part, which see different sequences."""
+        """Return how many copies see different sequences."""
         return self.world // (self.tensor * self.pipeline * self.context)
 
 
 def check(config: Config, world: int, shape: ModelShape) -> Layout:
-    """Raises ConfigError for a layout that cannot run."""
+    """Raise ConfigError for a layout that cannot run."""
     p = config.parallel
     _check_world(p, world)
     _check_shape(config, shape)
@@ -224,13 +222,13 @@ ENGINE_RESERVED_OF_INPUT = 7
 
 
 def reserved_tokens(rollout: RolloutConfig) -> int:
-    """Tokens of a sequence's room that requests may not use. With `partial` a stopped request must be short enough as
-    an input, with one token left to emit."""
+    """Return the tokens of a sequence's room that SGLang keeps. With `partial` a stopped request must fit as an input,
+    with one token left to emit."""
     return ENGINE_RESERVED_OF_INPUT - 1 if rollout.partial else ENGINE_RESERVED_TOKENS
 
 
 def longest_prompt(config: Config, max_position: int) -> int:
-    """Its tokens fit beside a response in model, KV cache and micro-batch. Raises ConfigError for none."""
+    """Return the tokens that fit beside a response in model, KV cache and micro-batch. Raises ConfigError for none."""
     p, reserved = config.parallel, reserved_tokens(config.rollout)
     padding = 2 * p.context * p.tensor if p.context > 1 else p.tensor
     rooms = {
@@ -250,17 +248,16 @@ def longest_prompt(config: Config, max_position: int) -> int:
 
 
 def longest_text(config: Config, max_position: int) -> int:
-    """Tokens of a prompt, its response, and SGLang's reserve."""
     return longest_prompt(config, max_position) + config.rollout.max_new_tokens + reserved_tokens(config.rollout)
 
 
 def engine_owner(engine: int, *, engine_tensor: int) -> int:
-    """The engine is on the devices of ranks owner..owner+engine_tensor-1."""
+    """Return the first of the ranks that share their devices with the engine."""
     return engine * engine_tensor
 
 
 def own_device(local_rank: int, visible: int) -> int:
-    """Raises ConfigError for more ranks than GPUs."""
+    """Return a rank's GPU. Raises ConfigError for more ranks than GPUs."""
     if visible > 1 and local_rank >= visible:
         raise ConfigError.at(
             "torchrun --nproc-per-node",
@@ -274,8 +271,8 @@ def own_device(local_rank: int, visible: int) -> int:
 def engine_devices(
     engine: int, machines: Sequence[str], devices: Sequence[int | str], *, engine_tensor: int
 ) -> tuple[int | str, ...]:
-    """Devices of the ranks that share them with an engine: GPUs' UUIDs, or cores' numbers. Raises ConfigError for an
-    engine over several hosts, and for ranks with one GPU."""
+    """Return GPUs' UUIDs, or cores' numbers. Raises ConfigError for an engine over several hosts, and two ranks on one
+    GPU."""
     first = engine_owner(engine, engine_tensor=engine_tensor)
     ranks = range(first, first + engine_tensor)
     if len({machines[rank] for rank in ranks}) > 1:
@@ -302,11 +299,7 @@ def engine_devices(
 def place_engine(
     engine: int, views: Sequence[Hashable], local_ranks: Sequence[int], *, engine_tensor: int, pooled: bool
 ) -> tuple[int, int]:
-    """Return (rank that starts the engine, number of its first device there).
-
-    Args:
-        views: ranks' hosts, with the devices that they see.
-        pooled: the first rank of a view starts all its engines.
-    """
+    """Return (rank that starts the engine, number of its first device there); if `pooled`, the first rank of a view
+    starts all its engines."""
     rank = engine_owner(engine, engine_tensor=engine_tensor)
     return (views.index(views[rank]) if pooled else rank), local_ranks[rank]

@@ -1,8 +1,7 @@
-"""How ranks meet before anything else, and how silent hosts are noticed.
+"""How ranks meet, and how silent hosts are noticed.
 
-Invariants: what is wrong is raised with one message on every rank that is there; leftovers of an earlier start mean
-nothing; every wait has a bound; a host that left in good order is not missed; time in which this process did not run
-counts against nobody.
+Invariants: errors are raised with one message on every rank that is there; leftovers of an earlier start mean nothing;
+every wait has a bound; a host that left in good order is not missed.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, ob
     Args:
         head: host of the launcher's store, and of rank 0.
 
-    Raises ConfigError where hosts cannot reach each other, and for different programs or settings.
+    Raises ConfigError where hosts cannot reach each other, or differ in program or settings.
     """
     own = Greeting(
         host=socket.gethostname(),
@@ -96,7 +95,6 @@ def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, ob
 
 
 def _hold(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verdict]:
-    """The others are asked under a name that nobody had before."""
     token = uuid.uuid4().hex
     store.set(_TOKEN, token)
     greetings = [own]
@@ -123,7 +121,7 @@ def _hold(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verd
 
 
 def _join(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verdict]:
-    """What is read first may be of an earlier start: answer until a verdict names this process."""
+    """Answer until a verdict names this process; the first may be of an earlier start."""
     store.set_timeout(timedelta(seconds=MEET_S))
     deadline = time.monotonic() + 2 * MEET_S
     while time.monotonic() < deadline:
@@ -143,7 +141,6 @@ def _join(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verd
 
 
 def _connected(head: str, port: int) -> Store:
-    """Raises ConfigError where there is no way to it."""
     try:
         return TCPStore(head, port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
     except RuntimeError:
@@ -157,7 +154,7 @@ def _connected(head: str, port: int) -> Store:
 
 
 def difference(greetings: Sequence[Greeting]) -> str:
-    """Of the first rank that is unlike rank 0; empty where all are alike."""
+    """Say how the first rank unlike rank 0 differs; empty where none does."""
     first = greetings[0]
     for rank, other in enumerate(greetings):
         if other.program != first.program:
@@ -177,7 +174,7 @@ def difference(greetings: Sequence[Greeting]) -> str:
 
 
 def program() -> str:
-    """A digest of the files, and the versions that decide what is computed."""
+    """Return a digest of our files, and the versions that decide what is computed."""
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.blake2b(digest_size=4)
     for file in sorted(package.rglob("*.py")):
@@ -187,7 +184,6 @@ def program() -> str:
 
 
 def flat(config: Mapping[str, object], above: str = "") -> dict[str, str]:
-    """Settings by dotted name."""
     found: dict[str, str] = {}
     for name, value in config.items():
         found |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": repr(value)}
@@ -201,11 +197,13 @@ _LEFT = 1 << 40  # more beats than there will be: the host has left in good orde
 
 
 class HostWatch:
-    """All ranks of a host beat: one may be in a long call that lets no other thread run. The first watches: on rank 0's
-    host, which has the launcher's store, all hosts; elsewhere whether that answers."""
+    """Notices lost hosts while it is entered.
+
+    All ranks of a host beat: one may be in a call that lets no other thread run. The first one watches: on rank 0's
+    host all hosts, elsewhere that one, where the store is.
+    """
 
     def __init__(self, meeting: Meeting, rank: int, on_silent: Callable[[str], None]) -> None:
-        """`on_silent` is told of a lost host, in a thread, and ends the process."""
         firsts = [meeting.machines.index(machine) for machine in dict.fromkeys(meeting.machines)]
         self._meeting, self._rank, self._on_silent = meeting, rank, on_silent
         self._first = meeting.machines.index(meeting.machines[rank])
@@ -265,8 +263,8 @@ class HostWatch:
 
 
 def own_address(peers: Sequence[str]) -> str:
-    """On GLOO_SOCKET_IFNAME's interface, or on the way to the first peer outside. Raises ConfigError where there is
-    none."""
+    """Return the address on GLOO_SOCKET_IFNAME's interface, or on the way to the first peer outside. Raises ConfigError
+    for none."""
     named = os.environ.get(INTERFACE, "").partition(",")[0]
     found = next(iter(_addresses_of(named)), "") if named else leading_out(peers)
     if not found:
@@ -281,12 +279,12 @@ def own_address(peers: Sequence[str]) -> str:
 
 
 def leading_out(peers: Sequence[str]) -> str:
-    """On the way to the first peer that is not this host; empty where there is none."""
+    """Return the address on the way to the first of `peers` that is not this host."""
     return next(filter(_leads_out, map(towards, peers)), "")
 
 
 def towards(peer: str) -> str:
-    """The sender that a packet to that host would have; empty where there is no way. Nothing is sent."""
+    """Return the sender of a packet to that host, without sending any; empty where there is no way."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
