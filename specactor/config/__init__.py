@@ -1,7 +1,7 @@
-"""The tree of frozen dataclasses that describes a run, validated when it is built. PURE.
+"""The tree of frozen dataclasses that describes a run. PURE.
 
-A rule on one section stands in its ``__post_init__``, one across sections in `Config`, one that needs the world size or
-the model's shape in `parallel.layout.check`.
+Rules on one section stand in its ``__post_init__``, those across sections in `Config`, those on the world size or the
+model's shape in `parallel.layout.check`.
 """
 
 from specactor.config.data import DataConfig, SourceConfig

@@ -1,6 +1,6 @@
 """The section `data` of a recipe. PURE.
 
-Invariant: problems of a task that are held out are not learned from.
+Invariant: held-out problems of a task are not learned from.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ so two sources share no problem as long as each has fewer than this."""
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """Problems come from a reasoning-gym task, a JSONL or parquet file, or a folder of Hugging Face's datasets."""
-
     task: str = ""
     """Name of a reasoning-gym task, for example count_bits."""
     params: dict[str, str | int | float | bool] = field(default_factory=dict)
@@ -78,11 +76,10 @@ class DataConfig:
         return [self._source(name, size=self._size, seed=0) for name in self.mix]
 
     def eval_source(self, problems: int) -> SourceConfig:
-        """The first set's, of so many problems, or of all that a file has."""
+        """Return the first set's, with so many problems, or all of a file."""
         return self.eval_sources(problems)["eval"]
 
     def eval_sources(self, problems: int) -> dict[str, SourceConfig]:
-        """Likewise, of all sets by name."""
         names = self.eval or (self.train,)
         keys = ["eval", *map(set_name, names[1:])]
         return {key: self._source(name, size=problems, seed=EVAL_SEED) for key, name in zip(keys, names, strict=True)}
@@ -138,10 +135,10 @@ def _check_template(text: str) -> None:
 
 
 def set_name(source: str) -> str:
-    """The set's name in metrics: its file's, function's or task's own."""
+    """Return the name of a set in metrics."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", PurePosixPath(source.rpartition(":")[2]).stem)
 
 
 def is_file(name: str) -> bool:
-    """Names of tasks are Python identifiers."""
+    """Return whether it names no task: tasks' names are identifiers."""
     return not name.isidentifier()

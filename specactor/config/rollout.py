@@ -1,8 +1,7 @@
-"""The sections `rollout` and `weights_sync` of a recipe, and what engines promise. PURE.
+"""The sections `rollout` and `weights_sync`, and what engines promise. PURE.
 
-Tokens are a function of log-probabilities and noise. Candidates that are tied to the last place may change places where
-another batch gives a row other bits: then a verification emits another token than a plain round, of the same
-distribution.
+Where another batch gives a row other bits, tied candidates may change places: a verification then emits another token
+than a plain round, of the same distribution.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ class EngineConfig:
 
     @property
     def routed_experts(self) -> bool:
-        """Whether responses say which experts computed their tokens."""
+        """Return whether responses say which experts computed their tokens."""
         return bool(self.extra_args.get("enable_return_routed_experts"))
 
     @property
     def attention(self) -> dict[str, str]:
-        """SGLang's attention backends by argument, which decide log-probabilities' bits; none: the device's."""
+        """Return SGLang's backends by argument; none: the device's."""
         return {name: str(value) for name, value in self.extra_args.items() if name.endswith("attention_backend")}
 
     def __post_init__(self) -> None:
@@ -88,7 +87,7 @@ class Guarantee(NamedTuple):
 
 
 def guarantee(engine: EngineConfig, *, gpu: bool, dtype: str) -> Guarantee:
-    """Same bits are promised where tests have shown them: on CPUs in float32."""
+    """Promise equal bits where tests have shown them: on CPUs in float32."""
     default = "" if gpu else "torch_native"
     backend = engine.attention.get("decode_attention_backend") or engine.attention.get("attention_backend") or default
     known = backend == "tiles" or (backend == "torch_native" and not gpu)

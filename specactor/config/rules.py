@@ -1,4 +1,4 @@
-"""The form of every rule on a setting: a `ConfigError` of one line. PURE."""
+"""The form of every rule on a setting. PURE."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from specactor.errors import ConfigError
 
 
 def require(ok: bool, name: str, got: object, expected: str, remedy: str) -> None:
-    """`name` is the setting's dotted path in a recipe."""
     if not ok:
         raise ConfigError.at(name, got, expected, remedy)
 
 
 def rules_of(section: object, path: str = "") -> Callable[[str, bool, str, str], None]:
-    """Return a function (name, ok, expected, remedy) that raises ConfigError unless `ok`; the value that the error
-    shows is the section's. `path` is the section's own."""
+    """Return a function (name, ok, expected, remedy) that raises ConfigError with the section's own value unless
+    `ok`."""
 
     def rule(name: str, ok: bool, expected: str, remedy: str) -> None:
         require(ok, f"{path}.{name}".removeprefix("."), attrgetter(name)(section), expected, remedy)
@@ -31,8 +30,7 @@ MAY_BE_INFINITE = ("train.max_logprob_gap", "distillation.refresh")
 
 
 def check_values(value: object, name: str = "") -> None:
-    """Raise ConfigError for nan, for an infinity that says nothing, and for a NUL in a text, also inside sections and
-    lists."""
+    """Raise ConfigError for nan, an infinity that says nothing, and a NUL in a text, inside sections and lists too."""
     if is_dataclass(value):
         for item in fields(value):
             check_values(getattr(value, item.name), f"{name}.{item.name}".removeprefix("."))
@@ -54,7 +52,7 @@ COMPACT = "compact"  # {name:compact} in a template is the text without its blan
 
 
 def is_template(text: str) -> bool:
-    """Return whether `text` has a {name}, and no field but {name} and {name:compact}."""
+    """Return whether `text` has fields, all of them {name} or {name:compact}."""
     try:
         parts = [part[1:] for part in Formatter().parse(text) if part[1] is not None]
     except ValueError:

@@ -1,5 +1,4 @@
-"""A whole run: the sections `parallel`, `model`, `checkpoint`, `eval` and `tracking`, the tree, and rules across
-sections. PURE."""
+"""A whole run: further sections, the tree, and rules across sections. PURE."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TinyModelConfig:
-    """Shape of a Qwen3-MoE model that is made on the spot, with random weights."""
+    """Shape of a Qwen3-MoE model with random weights."""
 
     num_layers: int = 4
     """Every one is a mixture of experts."""
@@ -108,7 +107,6 @@ class ModelConfig:
 
     @property
     def tiny(self) -> TinyModelConfig | None:
-        """The model that is made on the spot, if one is."""
         found = TINY.fullmatch(self.path)
         return TinyModelConfig(num_layers=int(found[1] or TinyModelConfig.num_layers)) if found else None
 
@@ -200,7 +198,7 @@ class Config:
 
     @property
     def lends_devices(self) -> bool:
-        """Whether drafters sleep on engines' devices, and have none of their own."""
+        """Return whether drafters sleep on engines' devices, and have none of their own."""
         return self.rollout.speculation.is_decoupled and self.parallel.drafters == 0
 
     def __post_init__(self) -> None:
@@ -223,7 +221,6 @@ class Config:
         rule("seed", 0 <= self.seed < 2**31, "0..2**31-1", "Choose a non-negative seed.")
 
     def _check_groups(self) -> None:
-        """Groups of responses are split into updates and micro-batches."""
         rule = rules_of(self)
         rule(
             "rollout.group_size",

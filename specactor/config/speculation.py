@@ -1,4 +1,4 @@
-"""The section `rollout.speculation` of a recipe: who drafts, where, and how far. PURE."""
+"""The section `rollout.speculation` of a recipe. PURE."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ INEXACT = (
 
 
 def of_draft_model(drafter: str) -> tuple[str, int] | None:
-    """Return (model or decoupled, place in `rollout.speculation.draft_model` from 1 on); None without a draft model."""
+    """Return (model or decoupled, place in `draft_model` from 1 on); None without a draft model."""
     found = re.fullmatch(r"(model|decoupled)(?::(\d+))?", drafter)
     return (found[1], int(found[2] or 1)) if found else None
 
 
 def kind_of(drafter: str) -> str:
-    """Return model, decoupled, or an empty text without a draft model."""
+    """Return model, decoupled, or an empty text."""
     found = of_draft_model(drafter)
     return found[0] if found else ""
 
 
 def drafter_of(kind: str, place: int) -> str:
-    """The first draft model's has no number."""
     return kind if place == 1 else f"{kind}:{place}"
 
 
@@ -74,13 +73,13 @@ class SpeculationConfig:
 
     @property
     def draft_methods(self) -> tuple[str, ...]:
-        """All drafters of an engine, the first to be preferred."""
+        """Return an engine's drafters, the preferred first."""
         named = self.mode != "decoupled" or any(kind_of(name) == "decoupled" for name in self.drafters)
         return self.drafters if named else ("decoupled", *self.drafters)
 
     @property
     def largest_window(self) -> int:
-        """Most draft tokens that a round verifies; drafters ahead need at most two of these."""
+        """Return the most draft tokens that a round verifies; drafters are at most two of these ahead."""
         return self.window or self.max_window
 
     @property
@@ -89,12 +88,11 @@ class SpeculationConfig:
 
     @property
     def in_processes(self) -> dict[str, str]:
-        """Drafter -> folder that its processes draft with."""
+        """Return folders of draft models by drafter."""
         return {} if self.mode == "off" else self._named("decoupled")
 
     @property
     def in_engines(self) -> dict[str, str]:
-        """Drafter -> folder of a draft model that engines hold."""
         if self.is_decoupled:
             return self._named("model")
         return {drafter_of("model", place): folder for place, folder in enumerate(self.draft_model, 1)}
@@ -105,7 +103,7 @@ class SpeculationConfig:
 
     @property
     def first_draft_model(self) -> str:
-        """The one that is kept fresh, and that the warm-up makes; empty where there is none."""
+        """Return the one that is kept fresh, and that the warm-up makes."""
         return self.draft_model[0] if self.draft_model else ""
 
     def with_first(self, folder: str) -> SpeculationConfig:

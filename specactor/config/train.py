@@ -1,4 +1,4 @@
-"""The sections `algorithm`, `warmup` and `train` of the policy, `distillation` of its draft model. PURE."""
+"""The sections `algorithm`, `warmup`, `train` and `distillation`. PURE."""
 
 from __future__ import annotations
 
@@ -194,10 +194,10 @@ class TrainConfig:
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Rate of RL step `step`, 0 <= step < train.steps: it follows from the step alone.
+    """Return the rate of RL step `step`, which follows from the step alone.
 
-    It rises linearly to its peak in the last of `warmup_steps`, is that in the next step, and then stays, or falls
-    along a line or half a cosine to 0, which step `train.steps` would have.
+    It peaks in the last of `warmup_steps` and in the next step, then stays, or falls to 0, which step `train.steps`
+    would have: no step is spent there.
     """
     peak = train.learning_rate
     if step < train.warmup_steps:
@@ -215,7 +215,7 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def linear_decay(step: int, steps: int, peak: float) -> float:
-    """Fall along a line from `peak` in step 0 to a tenth in step ``steps - 1``."""
+    """Fall along a line to a tenth of `peak` in step ``steps - 1``."""
     return peak * (1 - 0.9 * min(1.0, step / max(1, steps - 1)))
 
 
@@ -239,7 +239,6 @@ class DistillationConfig:
 
     @property
     def zero_stage(self) -> int:
-        """0 without ZeRO."""
         return 0 if self.zero == "off" else int(self.zero[0])
 
     @property
