@@ -1,7 +1,7 @@
 """Messages as tokens, by a model's chat template. What was sampled is never rendered again.
 
-Invariants: between two responses stand the tokens that the template puts between two turns of the assistant; an
-environment's text cannot become a special token.
+Invariants: between two responses stand the template's own tokens between two turns; an environment's text cannot become
+a special token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ANSWER, _MARK = "specactoranswer", "specactorcontent{}end"
 def prompt_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Message] | None = None
 ) -> str:
-    """Render up to where the response begins. Raises DataError where no template makes a text."""
+    """Render up to where the response begins. Raises DataError for what the template refuses."""
     if tokenizer.chat_template is None:
         raise DataError("messages: the model's tokenizer has no chat template. Give texts, or a model that has one.")
     try:
@@ -46,12 +46,10 @@ def prompt_ids(
 
 
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """The text has all the template's marks already."""
     return _tokens(tokenizer, text, is_template=True)
 
 
 def are_messages(value: object) -> TypeGuard[Sequence[Message]]:
-    """One or more, with a text each."""
     return (
         isinstance(value, Sequence)
         and not isinstance(value, str | bytes)
@@ -63,11 +61,8 @@ def are_messages(value: object) -> TypeGuard[Sequence[Message]]:
 def observation_ids(
     tokenizer: PreTrainedTokenizerBase, said: str | Sequence[Message], *, last_token: int | None
 ) -> tuple[int, ...]:
-    """Tokens of what follows a response, up to where the next one begins.
-
-    Args:
-        last_token: of the response; if it is the template's own end, that is not repeated.
-    """
+    """Return the tokens between a response and the next; if `last_token` is the template's own end, it is not
+    repeated."""
     if isinstance(said, str):
         return _tokens(tokenizer, said, is_template=False)
     marked = [{**message, "content": _MARK.format(i)} for i, message in enumerate(said)]

@@ -1,7 +1,7 @@
 """Problems of a task, a file, a folder of Hugging Face's datasets or a function, all checked before training.
 
-Columns are prompt (or ``messages`` for the chat template), answer and verifier, all texts; others go to
-`Problem.metadata`. The verifier reasoning-gym needs ``entry``, a whole entry of it, and takes ``task`` and ``params``.
+Columns are prompt or ``messages``, answer and verifier; others go to `Problem.metadata`. The verifier reasoning-gym
+needs ``entry``, and takes ``task`` and ``params``.
 """
 
 from __future__ import annotations
@@ -40,13 +40,11 @@ class Dataset(Sequence[Problem]):
     """Problem i has index i."""
 
     def __init__(self, problems: Iterable[Problem], sizes: Sequence[int] = ()) -> None:
-        """`sizes`: of the sets, one behind the other, where there are several."""
         self._problems = tuple(problems)
         self.sizes = tuple(sizes) or (len(self._problems),)
 
     @classmethod
     def of(cls, sets: Sequence[Dataset]) -> Dataset:
-        """All problems, numbered anew."""
         together = (problem for part in sets for problem in part)
         return cls((replace(problem, index=i) for i, problem in enumerate(together)), [len(part) for part in sets])
 
@@ -64,7 +62,7 @@ class Dataset(Sequence[Problem]):
         return [DrawnProblem(**vars(self._problems[index]), epoch=epoch) for index, epoch in visits]
 
     def without(self, held_out: Dataset) -> Dataset:
-        """Those whose prompts are not among `held_out`, numbered anew. Raises DataError when none is left."""
+        """Leave out prompts of `held_out`, and number anew. Raises DataError when none is left."""
         prompts = {problem.prompt_ids for problem in held_out}
         kept = [problem for problem in self._problems if problem.prompt_ids not in prompts]
         if not kept:
@@ -91,8 +89,8 @@ class _Unchecked:
 
 
 def build_dataset(source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> Dataset:
-    """Raises DataError that counts bad rows and lists the first with place, field and reason; ConfigError for an
-    unknown task or parameter."""
+    """Raise DataError that counts bad rows and lists the first with place, field and reason; ConfigError for an unknown
+    task or parameter."""
     name = f"task {source.task}" if source.task else source.path
     rows = _task_rows(source) if source.task else _file_rows(source, tokenizer)
     problems: list[Problem] = []
@@ -162,7 +160,7 @@ def _file_rows(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iter
 
 
 def _of_messages(messages: object, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Return the prompt, or what is wrong."""
+    """Return the prompt, or its fault."""
     if not chat.are_messages(messages):
         return "", f"messages: got {messages!r:.80}, expected a list of objects with a role and a content. Correct them"
     try:
@@ -172,7 +170,6 @@ def _of_messages(messages: object, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 def _wrong_column(row: Row) -> str:
-    """The fault of the row's own columns; empty when there is none."""
     if {"messages", "prompt"} <= row.columns.keys():
         return "messages: beside a prompt, expected one of the two. Remove the other"
     for name in COLUMNS:
@@ -191,7 +188,7 @@ def _wrong_column(row: Row) -> str:
 
 
 def _prompt(source: SourceConfig, prompt: str, values: Mapping[str, object]) -> tuple[str, str]:
-    """Return the prompt, or what is wrong."""
+    """Return the prompt, or its fault."""
     try:
         texts = {name: _Text(value) for name, value in {**values, "prompt": prompt}.items()}
         return source.prompt_template.format_map(texts), ""
@@ -201,14 +198,11 @@ def _prompt(source: SourceConfig, prompt: str, values: Mapping[str, object]) -> 
 
 
 class _Text(str):
-    """What stands for {name} in a template."""
-
     def __format__(self, spec: str) -> str:
         return self.replace(" ", "") if spec == COMPACT else str(self)
 
 
 def _tokenize(rows: Sequence[_Unchecked], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
-    """No ids for a prompt that is not Unicode, or of a bad row."""
     plain = ["" if row.reason or row.is_rendered or not _is_unicode(row.prompt) else row.prompt for row in rows]
     return [
         chat.rendered_ids(tokenizer, row.prompt) if row.is_rendered and _is_unicode(row.prompt) else tuple(ids)
@@ -228,7 +222,7 @@ def _problem(index: int, row: _Unchecked, prompt_ids: tuple[int, ...]) -> Proble
 
 
 def _objection(problem: Problem, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> str:
-    """Why a problem cannot be used; empty when it can."""
+    """Return why a problem cannot be used; empty when it can."""
     ids = problem.prompt_ids
     if not _is_unicode(problem.prompt):
         return "prompt: not a Unicode text (a surrogate without its partner). Correct its \\u escapes"
@@ -254,7 +248,7 @@ def _objection(problem: Problem, tokenizer: PreTrainedTokenizerBase, max_prompt_
 
 
 def _unknown(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The first character that alone becomes the unknown token, or the text where several together do."""
+    """Return the first character that alone becomes the unknown token, or the text."""
     alone = (c for c in text if tokenizer.unk_token_id in tokenizer.encode(c, add_special_tokens=False))
     return repr(next(alone, text[:80]))
 
@@ -269,15 +263,13 @@ def _is_unicode(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Either `columns` or `reason` is meant."""
-
     where: str  # ``line 3`` of a text file, ``row 3`` of a parquet file or a folder; both count from 1
     columns: dict[str, Any]
     reason: str = ""  # why the row cannot be read; empty for a good one
 
 
 def called_rows(name: str) -> Iterator[Row]:
-    """Every rank calls the function, so rows must be the same. Raises DataError for none, or when it raises."""
+    """Call a function, whose rows must be the same on every rank. Raises DataError when it raises."""
     function = verifiers.find(name)
     if not callable(function):
         raise DataError(f"data source {name}: a {type(function).__name__}, expected a function without arguments.")
@@ -296,7 +288,7 @@ def called_rows(name: str) -> Iterator[Row]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Blank lines are left out. Raises DataError when the file as a whole cannot be read."""
+    """Raise DataError when the file as a whole cannot be read."""
     if path.is_dir():
         return _folder_rows(path)
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
@@ -342,7 +334,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def _folder_rows(path: Path) -> Iterator[Row]:
-    """datasets' save_to_disk writes Arrow streams, named in state.json."""
+    """Read what datasets' save_to_disk wrote: Arrow streams, named in state.json."""
     number = 0
     for file in _arrow_files(path):
         try:
@@ -377,7 +369,7 @@ def _arrow_files(path: Path) -> list[Path]:
 
 
 def _rows_of(batches: Iterable[pyarrow.RecordBatch], number: int) -> Iterator[Row]:
-    """A missing value (null) counts as a missing column."""
+    """Count a missing value (null) as a missing column."""
     for batch in batches:
         for values in batch.to_pylist():
             number += 1

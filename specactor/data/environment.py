@@ -1,7 +1,7 @@
-"""Environments and agents, which answer a policy's responses until there is a reward.
+"""Environments and agents, which answer responses until there is a reward.
 
-A problem's column ``verifier`` names the class. One object serves one conversation, in a thread and an event loop of
-its own; each call may take ``rollout.environment_timeout_s``.
+A problem's column ``verifier`` names the class. One object serves one conversation, in a thread and event loop of its
+own; each call may take ``rollout.environment_timeout_s``.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Said = str | Sequence[Message]  # a text is taken as it is; messages go through 
 
 
 class Environment(Protocol):
-    """One conversation. ``async def close(self)``, if there is one, is called at its end."""
+    """``async def close(self)``, if there is one, ends the conversation."""
 
     async def start(self, problem: Problem) -> Said:
         """Return what the policy sees first."""
 
     async def step(self, response: str) -> Said | float:
-        """Return what it sees next, or its reward, any finite number, which ends the conversation."""
+        """Return what it sees next, or a reward, any finite number, which ends the conversation."""
 
 
 class Agent(Protocol):
-    """One session of a program that speaks OpenAI's chat completions; ``close`` as above."""
+    """A program that speaks OpenAI's chat completions serves one session; it may have ``close``, too."""
 
     async def run(self, problem: Problem, base_url: str, api_key: str) -> float:
         """Ask the policy at `base_url`; return the reward, any finite number."""
@@ -47,7 +47,7 @@ FORMS = {
 
 @lru_cache(maxsize=256)
 def environment_of(name: str) -> type[Environment] | type[Agent] | None:
-    """None: the name is a verifier's. Raises DataError for a class that is neither environment nor agent."""
+    """Return None for the name of a verifier. Raises DataError for a class of neither kind."""
     if ":" not in name or is_remote(name) or not inspect.isclass(found := find(name)):
         return None
     for method in ("run",) if hasattr(found, "run") else ("start", "step"):
@@ -70,7 +70,7 @@ def _takes(function: Any, arguments: Sequence[str]) -> bool:
 
 
 def checked(name: str, method: str, value: object) -> Said | float:
-    """Raises DataError for what is neither said nor a reward."""
+    """Raise DataError for what is neither said nor a reward."""
     if method != "run" and (isinstance(value, str) or are_messages(value)):
         return value
     if method != "start" and isinstance(value, Real) and math.isfinite(value):
