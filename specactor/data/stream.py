@@ -1,7 +1,7 @@
 """In which order problems are drawn, and the seed of each response. PURE.
 
-The order is a function of (number of problems, seed): each epoch is a fresh permutation, or that of the source. A
-restored stream goes on as the first one.
+The order is a function of (number of problems, seed): each epoch is a fresh permutation. A restored stream goes on as
+the first one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Visit(NamedTuple):
 
 
 class PromptStream:
-    """Within an epoch no problem comes twice; one `take` may span several epochs."""
+    """Problems without end; within an epoch none comes twice."""
 
     def __init__(self, dataset_len: int, seed: int, *, shuffle: bool = True) -> None:
-        """Raises ConfigError when there is nothing to draw from."""
+        """Raise ConfigError when there is nothing to draw from."""
         if dataset_len < 1:
             raise ConfigError.at("data.train", dataset_len, "at least one problem", "Give a file or task that has one.")
         self.dataset_len = dataset_len
@@ -48,7 +48,6 @@ class PromptStream:
         return tuple(taken)
 
     def state(self) -> dict[str, int]:
-        """Plain JSON values."""
         return {
             "dataset_len": self.dataset_len,
             "seed": self.seed,
@@ -58,7 +57,7 @@ class PromptStream:
         }
 
     def restore(self, state: object) -> None:
-        """Raises CheckpointError for the state of another data set or seed, and for a damaged one."""
+        """Raise CheckpointError for a state of another data set or seed, or a damaged one."""
         if isinstance(state, Mapping):
             state = {"shuffle": 1, **state}  # older checkpoints knew no other order
         keys = ("dataset_len", "seed", "shuffle", "epoch", "position")
@@ -92,8 +91,8 @@ class PromptStream:
 
 
 class MixedStream:
-    """Problems of several sets, whose indices follow each other. The next one is of the set that is farthest behind its
-    weight, so shares hold in every stretch; each set has its own epochs."""
+    """Problems of several sets, whose indices follow each other. The next is of the set farthest behind its weight, so
+    shares hold in every stretch."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffle: bool = True) -> None:
         self._streams = [PromptStream(size, seed + i, shuffle=shuffle) for i, size in enumerate(sizes)]
@@ -107,7 +106,6 @@ class MixedStream:
         return {"sets": [stream.state() for stream in self._streams]}
 
     def restore(self, state: object) -> None:
-        """Raises CheckpointError as `PromptStream.restore`, and for other sets."""
         sets = state.get("sets") if isinstance(state, Mapping) else None
         if not isinstance(sets, list) or len(sets) != len(self._streams):
             raise CheckpointError(
@@ -127,11 +125,10 @@ class MixedStream:
 class CurriculumStream:
     """Takes a problem of success rate p with chance 4 p (1 - p), at least `LEAST_CHANCE`, and always one never tried.
 
-    p is its last mean score in the range of its set's means: 0..1, or wider where environments' scores are.
+    p is its last mean score in 0..1, or in the wider range of its set's means.
     """
 
     def __init__(self, stream: PromptStream | MixedStream, seed: int, *, sizes: Sequence[int] = ()) -> None:
-        """`sizes`: of the sets that the indices are of, one behind the other."""
         self._stream, self._seed = stream, seed
         self._ends = [*accumulate(sizes)]
         self._looks = 0
@@ -154,7 +151,6 @@ class CurriculumStream:
         self._rates[index] = mean
 
     def _ranges(self) -> dict[int, tuple[float, float]]:
-        """Each set's lowest and highest mean, 0 and 1 among them."""
         ranges = dict.fromkeys(range(len(self._ends) + 1), (0.0, 1.0))
         for index, mean in self._rates.items():
             low, high = ranges[of_set := bisect_right(self._ends, index)]
@@ -165,7 +161,6 @@ class CurriculumStream:
         return {"stream": self._stream.state(), "looks": self._looks, "rates": [*map(list, self._rates.items())]}
 
     def restore(self, state: object) -> None:
-        """Raises CheckpointError for a state of no curriculum, or of another stream."""
         if not isinstance(state, Mapping) or not {"stream", "looks", "rates"} <= state.keys():
             raise CheckpointError(
                 f"data position: got {state!r:.200}, expected that of a curriculum. Resume with the data.order "
@@ -179,16 +174,15 @@ LEAST_CHANCE = 0.1  # of a problem solved always or never: it is tried again som
 
 
 def request_seed(run_seed: int, step: int, problem_index: int, sample_index: int) -> int:
-    """In [0, 2**31); a stable hash, so that a resumed run asks for the same tokens."""
+    """Return a stable hash in [0, 2**31): a resumed run asks for the same tokens."""
     return _hash(b"request", run_seed, step, problem_index, sample_index) >> 33
 
 
 def turn_seed(session_seed: int, prompt_ids: Sequence[int], *numbers: int) -> int:
-    """In [0, 2**31), of a turn of an agent's session; `numbers` tell turns with equal prompts apart."""
+    """Return likewise the seed of a turn of an agent's session; `numbers` tell equal prompts apart."""
     return _hash(b"turn", session_seed, *numbers, *prompt_ids) >> 33
 
 
 def _hash(purpose: bytes, *numbers: int) -> int:
-    """64 bits that depend on every number."""
     packed = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=purpose).digest(), "little")

@@ -1,8 +1,8 @@
-"""A Qwen3-MoE model with random weights in Hugging Face format, made by a process of its own.
+"""A Qwen3-MoE model with random weights, made by a process of its own.
 
     python -m specactor.data.tiny_model SHAPE_AS_JSON SEED FOLDER
 
-Invariant: equal shapes and seeds give equal bytes.
+Equal shapes and seeds give equal bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIMEOUT_S = 300.0  # longest wait for the process that writes the model; it take
 
 
 def make_tiny_model(tiny: TinyModelConfig, seed: int, folder: Path) -> None:
-    """The folder appears only when it is whole. Raises ConfigError when it exists, or the model cannot be made."""
+    """Write a folder, which appears only when it is whole. Raises ConfigError when it exists, or cannot be made."""
     if folder.exists():
         raise ConfigError.at("folder", str(folder), "a path that does not exist", "Choose another, or remove it.")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def _write_in_clean_process(tiny: TinyModelConfig, seed: int, folder: Path) -> N
 
 
 def write_model(tiny: TinyModelConfig, seed: int, folder: Path) -> None:
-    """For a process without patches to torch's computing."""
+    """Run in a process without patches to torch's computing."""
     import torch
 
     from specactor.cpu import torchvision_ops

@@ -1,7 +1,7 @@
 """A tokenizer with one token per character, and the loading of any model's.
 
-Invariants: printable ASCII decodes to itself (``<eos>`` in a prompt is five characters, never the end); other
-characters are ``<unk>``; nothing is added around a text.
+Invariants: printable ASCII decodes to itself (``<eos>`` in a prompt is five characters); other characters are
+``<unk>``; nothing is added around a text.
 """
 
 from __future__ import annotations
@@ -39,19 +39,18 @@ def make_char_tokenizer(folder: Path) -> None:
 
 
 class MiMoConfig(Qwen2Config):  # type: ignore[misc]
-    """A Qwen2 with MTP layers behind its last one. transformers has no such class, and that of published folders is not
-    run."""
+    """A Qwen2 with MTP layers. transformers has no such class, and that of published folders is not run."""
 
     model_type = "mimo"
 
 
 def register_mimo() -> None:
-    """`AutoConfig` then reads such folders, in this process."""
     AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """No download, no code of the folder. Raises ConfigError without a tokenizer, or an end-of-sequence token."""
+    """Load without downloads and the folder's code. Raises ConfigError without a tokenizer, or an end-of-sequence
+    token."""
     register_mimo()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
