@@ -1,4 +1,4 @@
-"""reasoning-gym: problems of a task by its name and parameters, and the task's own scoring."""
+"""reasoning-gym: problems of a task, and the task's own scoring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Entry = dict[str, Any]  # a problem as reasoning-gym makes it: question, answer,
 
 
 def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int) -> Any:
-    """Entry i is drawn with seed + i. Raises ConfigError for an unknown task or parameter, and for refused values."""
+    """Draw entry i with seed + i. Raises ConfigError for an unknown task or parameter, and refused values."""
     if task not in DATASETS:
         remedy = f"A folder is named ./{task}." if Path(task).exists() else _did_you_mean(task, DATASETS)
         raise ConfigError.at("data.train, data.eval", task, "the name of a reasoning-gym task", remedy)
@@ -42,16 +42,12 @@ def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int
 
 
 def metadata_of(task: str, params: Mapping[str, object], entry: Entry) -> dict[str, object]:
-    """What `score` needs of a Problem."""
     return {"task": task, "params": dict(params), "entry": entry}
 
 
 def score(answer: str, problem: Problem) -> float:
-    """Return the task's own score of `answer`.
-
-    Some scorers raise on texts that they cannot read. That scores 0 where they accept the problem's own answer; else
-    the problem is at fault, and the error is raised.
-    """
+    """Return the task's own score. Where a scorer raises on a text, that scores 0 if it accepts the problem's own
+    answer; else the error is raised."""
     task, params, entry = _of(problem)
     score_answer = _scorer(task, json.dumps(params, sort_keys=True))
     try:
@@ -63,7 +59,6 @@ def score(answer: str, problem: Problem) -> float:
 
 
 def unscorable(problem: Problem) -> str | None:
-    """Why `score` could never work; None when it can."""
     try:
         task, params, entry = _of(problem)
         create_task(task, params, size=1, seed=0)

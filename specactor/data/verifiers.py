@@ -1,9 +1,7 @@
-"""Scores of responses, by the name of a verifier (docs/guide.md): any finite number; 1 is a solved problem.
+"""Scores of responses by the name of a verifier (docs/guide.md): any finite number; 1 is a solved problem.
 
-exact, number and reasoning-gym compare the stripped text after the response's last '#', or all of it without '#', or
-where the problem's answer contains '#'.
-
-A response that cannot be read scores 0. A verifier that fails is a DataError that names the problem.
+exact, number and reasoning-gym compare the text behind the last '#'; without one, or where the problem's answer has
+one, the whole response. What cannot be read scores 0.
 """
 
 from __future__ import annotations
@@ -48,17 +46,13 @@ NUMBER = re.compile(r"([+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?(?:
 
 
 def answer_of(response: str, problem: Problem) -> str:
-    """The part of a response that is compared."""
     return response.strip() if "#" in problem.answer else response.rpartition("#")[2].strip()
 
 
 @lru_cache(maxsize=256)
 def get_verifier(name: str, timeout_s: float | None = None) -> Verifier:
-    """Raises DataError when there is none; so does the function when it fails.
-
-    Args:
-        timeout_s: of one that is asynchronous; `specactor.rollout.grading` bounds the others.
-    """
+    """Raise DataError when there is none; the function raises it when it fails. `timeout_s` is of an asynchronous one:
+    `specactor.rollout.grading` bounds the others."""
     function = _function(name)
     if not callable(function):
         raise DataError(f"got {name!r}, which is a {type(function).__name__}, expected a function. Name another.")
@@ -74,7 +68,6 @@ def get_verifier(name: str, timeout_s: float | None = None) -> Verifier:
 
 
 def is_async(name: str) -> bool:
-    """Many such verifiers can be asked at once."""
     return inspect.iscoroutinefunction(_function(name))
 
 
@@ -111,7 +104,7 @@ def find(name: str) -> object:
 
 
 def unscorable(problem: Problem) -> str | None:
-    """Why no response could ever score 1; None when nothing is known."""
+    """Return why no response could score 1, if that is known."""
     if problem.verifier == "number" and _number(problem.answer) is None:
         return f"answer: got {problem.answer!r}, expected a number. Use the verifier exact for other answers"
     if problem.verifier == "math-verify" and not MATH_ANSWERS.readable(problem.answer):
@@ -166,7 +159,7 @@ def _same_number(response: str, problem: Problem) -> float:
 
 
 def _number(text: str) -> Fraction | None:
-    """Exact value of a decimal number or a fraction: 0.50, 1/2 and 5e-1 are equal, 0.333 and 1/3 are not."""
+    """Return the exact value: 0.50, 1/2 and 5e-1 are equal, 0.333 and 1/3 are not."""
     match = NUMBER.fullmatch(text.strip()) if len(text) <= MAX_NUMBER_LENGTH else None
     if match is None:
         return None
@@ -206,7 +199,7 @@ class _Answer(msgspec.Struct):
 
 
 def remote_verifier(url: str) -> Callable[[str, Problem], Awaitable[float]]:
-    """Raises DataError for what is no address."""
+    """Raise DataError for what is no address."""
     try:
         parts = urlsplit(url)
         good = bool(parts.hostname) and parts.port != 0
@@ -246,8 +239,8 @@ def remote_verifier(url: str) -> Callable[[str, Problem], Awaitable[float]]:
 class MathAnswers:
     """Asks math-verify, in bounded time, from any thread of any process.
 
-    It bounds its time by a signal, which works in a main thread alone and cannot stop a long C call. So it runs in a
-    child, whose alarm ends it at a question that takes too long.
+    Its own bound is a signal, which works in a main thread alone and cannot stop a long C call. So a child runs it,
+    whose alarm ends it.
     """
 
     def __init__(self, question_timeout_s: int = MATH_QUESTION_S) -> None:
@@ -260,7 +253,7 @@ class MathAnswers:
         return self._ask({"answer": answer})
 
     def equal(self, answer: str, response: str) -> bool:
-        """Compare with the response's last expression; False when that takes too long."""
+        """Compare the response's last expression; False when that takes too long."""
         return self._ask({"answer": answer, "response": response})
 
     def close(self) -> None:
@@ -302,7 +295,6 @@ class MathAnswers:
         return self._child
 
     def _end_child(self) -> int | None:
-        """Return its exit status."""
         child, self._child = self._child, None
         if child is None or self._owner != os.getpid():
             return None
@@ -318,7 +310,7 @@ class MathAnswers:
 
 
 def _read_line(child: subprocess.Popen[bytes], timeout_s: float) -> bytes:
-    """Without its end; empty when the child ended or said nothing in time."""
+    """Return nothing when the child ended, or was silent for too long."""
     assert child.stdout is not None
     deadline = time.monotonic() + timeout_s
     line = b""
@@ -332,7 +324,6 @@ def _read_line(child: subprocess.Popen[bytes], timeout_s: float) -> bytes:
 
 
 def serve_math(question_timeout_s: int) -> None:
-    """Answer questions on standard input until it ends, as the child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, in the midst of C code too
     resource.setrlimit(resource.RLIMIT_AS, (MATH_MEMORY_BYTES, MATH_MEMORY_BYTES))
@@ -353,7 +344,7 @@ def serve_math(question_timeout_s: int) -> None:
 
 
 def _as_math(answer: str) -> str:
-    """math-verify reads LaTeX only inside a mathematical environment."""
+    """Put a bare answer into the mathematical environment that math-verify wants."""
     return answer if "$" in answer or "\\boxed" in answer or "\\(" in answer else f"\\boxed{{{answer}}}"
 
 
