@@ -1,5 +1,4 @@
-"""``specactor plan``: which devices verify, which draft, with what window, by figures or a measured table. Needs no
-GPU.
+"""``specactor plan``: which devices verify, which draft, with what window.
 
 Invariants: what is wrong on the command line is one error of one line; nothing is written.
 """
@@ -81,7 +80,7 @@ OptionsT = TypeVar("OptionsT", bound=Inputs)
 
 
 def parse(kind: type[OptionsT], prog: str, argv: Sequence[str], *, positive: Sequence[str]) -> OptionsT:
-    """``--help`` prints and raises SystemExit(0). Options in `positive` are 1 at least. Raises ConfigError."""
+    """Raise ConfigError for what is wrong; options in `positive` are 1 at least. ``--help`` prints and exits."""
     with one_line_errors(argv, lambda token: f"unknown setting {token}. Those there are: {prog} --help"):
         options = tyro.cli(kind, prog=prog, args=list(argv))
     rule, known = rules_of(options), options.device.lower() in map(str.lower, DEVICES)
@@ -98,13 +97,11 @@ def parse(kind: type[OptionsT], prog: str, argv: Sequence[str], *, positive: Seq
 
 
 def candidates(inputs: Inputs, *, max_requests: int, processes: bool) -> Candidates:
-    """Return the options by the cost table, or by figures, with the acceptance that is believed.
+    """Return options by the cost table or by figures. Raises ConfigError, DataError and PlanError.
 
     Args:
         max_requests: of one engine.
         processes: whether a drafter process in the table counts.
-
-    Raises ConfigError, DataError and PlanError for what cannot be planned.
     """
     width = inputs.max_window + 1  # one more than windows have: whether a decoupled drafter goes on
     if not inputs.cost_table:
@@ -142,7 +139,6 @@ def plans(argv: Sequence[str]) -> tuple[PlanOptions, list[RolloutPlan]]:
 
 
 def run(argv: Sequence[str], console: Console) -> None:
-    """Print the plans, or a recipe's memory. Raises SpecActorError."""
     if argv and not argv[0].startswith("-"):
         show_memory(argv, console)
         return
@@ -155,7 +151,6 @@ def run(argv: Sequence[str], console: Console) -> None:
 
 
 def show_memory(argv: Sequence[str], console: Console) -> None:
-    """Print a recipe's memory on each device and host, by phase of a step."""
     parser = argparse.ArgumentParser(prog=PROG, add_help=False, allow_abbrev=False)
     parser.add_argument("--devices", type=int, default=PlanOptions.devices)
     parser.add_argument("--device", default=PlanOptions.device)
@@ -184,7 +179,7 @@ def _memory_table(title: str, memory: Memory) -> Table:
 
 
 def acceptance_at(words: Sequence[str], drafter: str) -> float:
-    """P(a draft token is accepted): the drafter's own NAME=NUMBER, or a plain number. Raises ConfigError."""
+    """Return P(a draft token is accepted) of a drafter. Raises ConfigError for what is none."""
     found: dict[str, float] = {}
     for word in words:
         name, _, number = word.rpartition("=")
@@ -201,7 +196,6 @@ def acceptance_at(words: Sequence[str], drafter: str) -> float:
 
 
 def _show(options: PlanOptions, ranked: Sequence[RolloutPlan], console: Console) -> None:
-    """The table fits 80 columns."""
     table = Table(
         title=f"{options.subject}: {options.devices} devices, {options.requests} requests",
         title_justify="left",
