@@ -1,8 +1,7 @@
 """Memory of a job's fullest device and host in bytes, by phase of a step.
 
 Invariants: no phase leaves out what another that holds the same tensors counts; more devices never make a row larger.
-
-Source: Megatron-core's distributed optimizer. `ESTIMATED` rows are estimates.
+Source: Megatron-core's distributed optimizer.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ ESTIMATED = ("activations", "logits", "overhead")  # rows that no line of code a
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on the fullest device."""
-
     rows: Mapping[str, Mapping[Phase, float]]  # what -> how much in each phase in which it is there
     device_bytes: float
 
@@ -49,7 +46,7 @@ class Memory:
         return max(map(self.of, PHASES)) <= self.device_bytes
 
     def check(self) -> None:
-        """Raises ConfigError where a phase needs more than the device has, without estimates."""
+        """Raise ConfigError where a phase needs too much even without estimates."""
         needed = {phase: self.of(phase, without=ESTIMATED) for phase in PHASES}
         fullest = max(PHASES, key=needed.__getitem__)
         if needed[fullest] > self.device_bytes:
@@ -65,8 +62,8 @@ class Memory:
 
 
 def _bytes_of_rounds(config: Config, shape: TransformerShape) -> float:
-    """Rows of an engine rank's largest CUDA graph, which SGLang does not release: logits in float32, the places of
-    keys, and with Triton's attention what each part of those gives."""
+    """Return what an engine rank keeps for its largest CUDA graph: logits in float32, the places of keys, and with
+    Triton's attention what each part of those gives."""
     engine, speculation = config.rollout.engine, config.rollout.speculation
     rows = engine.max_running_requests * (1 if speculation.mode == "off" else speculation.max_window + 1)
     context = longest_text(config, sys.maxsize)
@@ -85,7 +82,7 @@ def of_job(
     device_bytes: float,
     drafts: Sequence[TransformerShape] = (),
 ) -> Memory:
-    """A device has a trainer rank and an engine rank; `drafts` draft in every engine, beside the policy's MTP layer."""
+    """Count a trainer rank and an engine rank; `drafts` are beside the policy's MTP layer."""
     width = BYTES[config.model.dtype]
     dense, experts = parameters(shape, layout)
     held = dense + experts
@@ -129,7 +126,6 @@ def of_job(
 
 
 def of_host(config: Config, layout: Layout, shape: TransformerShape, devices: int) -> Memory:
-    """The host has so many `devices` of the job."""
     width, held, ranks = BYTES[config.model.dtype], sum(parameters(shape, layout)), min(devices, layout.world)
     learning = 1 + (config.algorithm.advantage == "gae")
     saved = shape.params + shape.mtp_params
@@ -152,7 +148,6 @@ def of_host(config: Config, layout: Layout, shape: TransformerShape, devices: in
 
 
 def optimizer_bytes(config: Config, shape: TransformerShape, layout: Layout) -> float:
-    """Adam's moments and main weights of one rank, wherever they are."""
     dense, experts = parameters(shape, layout)
     expert_copies = layout.world // (layout.expert * layout.expert_tensor * layout.pipeline)
     each = ADAM_BYTES[config.train.optimizer_state] + (MAIN_WEIGHT_BYTES if config.model.dtype != "float32" else 0)
@@ -160,7 +155,7 @@ def optimizer_bytes(config: Config, shape: TransformerShape, layout: Layout) -> 
 
 
 def parameters(shape: TransformerShape, layout: Layout) -> tuple[float, float]:
-    """Of the fullest rank, (dense, experts'): the first or last stage has an embedding."""
+    """Return (dense, experts') of the fullest rank: the first or last stage has an embedding."""
     layers = -(-shape.layers // layout.pipeline)
     router = shape.hidden * shape.experts
     dense = layers * ((shape.attention_params + shape.mlp_params - router) / layout.tensor + router)
@@ -170,7 +165,7 @@ def parameters(shape: TransformerShape, layout: Layout) -> tuple[float, float]:
 
 
 def activations(config: Config, layout: Layout, shape: TransformerShape, tokens: float) -> float:
-    """Bytes of one micro-batch: what is kept of each layer, and all of the one that is computed."""
+    """Return bytes of a micro-batch: what each layer keeps, and all of the one that is computed."""
     layers = -(-shape.layers // layout.pipeline)
     whole = LAYER_BYTES * tokens * shape.hidden / layout.tensor
     experts = BYTES["bfloat16"] * tokens * shape.experts_per_token * (2 * shape.hidden + 3 * shape.expert_intermediate)
@@ -183,7 +178,7 @@ def activations(config: Config, layout: Layout, shape: TransformerShape, tokens:
 
 
 def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
-    """Raises ConfigError for an impossible layout, PlanError for a model of unknown shape."""
+    """Raise ConfigError for an impossible layout, PlanError for a model of unknown shape."""
     layout, shape = _layout(config, ranks)
     speculation = config.rollout.speculation
     held = speculation.in_engines.values() if speculation.mode != "off" else ()
@@ -195,7 +190,6 @@ def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
 
 
 def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
-    """Raises as `memory_of`."""
     return of_host(config, *_layout(config, ranks), devices)
 
 
@@ -213,7 +207,6 @@ def _layout(config: Config, ranks: int) -> tuple[Layout, TransformerShape]:
 
 
 def _made(policy: TransformerShape, name: str) -> TransformerShape:
-    """The warm-up makes one dense layer, or a head."""
     return replace(
         policy,
         name=name,
@@ -247,7 +240,7 @@ def _own_shape(config: Config) -> TransformerShape:
 
 
 def named_shape(name: str, setting: str = "model") -> TransformerShape:
-    """Built in, or of a folder. Raises ConfigError for other names."""
+    """Return a built-in shape, or a folder's. Raises ConfigError for other names."""
     if name in SHAPES:
         return SHAPES[name]
     file = Path(name) / "config.json"

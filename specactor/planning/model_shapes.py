@@ -1,6 +1,6 @@
 """Sizes of decoders with grouped-query attention and gated MLPs, dense or with routed experts. PURE.
 
-Biases and norms, under 0.1 % of the parameters, are left out. Invariant: a shape is refused rather than misread.
+Biases and norms, under 0.1 % of the parameters, are left out. A shape is refused rather than misread.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class TransformerShape:
 
     @property
     def mlp_params(self) -> int:
-        """Of the dense MLP, or of the router."""
-        return 3 * self.hidden * self.intermediate + self.hidden * self.experts
+        return 3 * self.hidden * self.intermediate + self.hidden * self.experts  # or the router
 
     @property
     def expert_params(self) -> int:
@@ -70,12 +69,11 @@ class TransformerShape:
 
     @property
     def mtp_params(self) -> int:
-        """It has the policy's embedding and output layer."""
         return self.mtp_layers * (self.attention_params + self.mlp_params + 2 * self.hidden**2)
 
     @property
     def active_params(self) -> int:
-        """Those that a token is multiplied with; of the embedding it takes a row."""
+        """Return those that a token is multiplied with; of the embedding it takes a row."""
         layer = self.attention_params + self.mlp_params + self.experts_per_token * self.expert_params
         return self.layers * layer + self.head_params + self.reads * self.hidden
 
@@ -88,14 +86,14 @@ class TransformerShape:
         return self.layers * 2 * self.kv_heads * self.head_dim * self.param_bytes
 
     def distinct_experts(self, tokens: float) -> float:
-        """How many `tokens` choose on average, if each chooses evenly: E (1 - (1 - k/E)^T)."""
+        """Return how many `tokens` choose, if each chooses evenly: E (1 - (1 - k/E)^T)."""
         if not self.experts:
             return 0.0
         return float(self.experts * (1.0 - (1.0 - self.experts_per_token / self.experts) ** tokens))
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], name: str) -> TransformerShape:
-        """Raises PlanError for the config.json of no such decoder."""
+        """Raise PlanError for a config.json of no such decoder."""
         experts = config.get("num_experts") or config.get("num_local_experts") or 0
         refused = [key for key in ("kv_lora_rank", "shared_expert_intermediate_size") if config.get(key)]
         mixed = experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1)
