@@ -1,7 +1,7 @@
 """Which rounds to measure for a cost table, and the table. PURE.
 
-Invariants: a grid begins at one request and ends at the largest number and window; no held-out cell, by which the
-table's error is found, is on a grid; the table gives back every cell's median.
+Invariants: no held-out cell, by which the table's error is found, is on a grid; the table gives back every cell's
+median.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class Check:
 
 
 def cells(*, max_requests: int, max_window: int, drafters: Sequence[str]) -> list[Cell]:
-    """Of verification and of every drafter, with those held out."""
     assert min(max_requests, max_window) >= 1
     requests, windows = _doubled(max_requests), _doubled(max_window)
     between, windows_between = _middles(requests)[::-2], _middles(windows) or [max_window]
@@ -63,7 +62,7 @@ def cells(*, max_requests: int, max_window: int, drafters: Sequence[str]) -> lis
 
 
 def cost_table(measured: Measured, *, model: str, device: str, date: str) -> CostTable:
-    """Raises PlanError for a cell that was not measured."""
+    """Raise PlanError for a cell that was not measured."""
     medians = {cell: _median(cell, seconds) for cell, seconds in measured.items() if not cell.held_out}
     verifies = {cell: s for cell, s in medians.items() if not cell.drafter}
     plain = {cell: s for cell, s in verifies.items() if not cell.window}
@@ -111,7 +110,6 @@ def _median(cell: Cell, seconds: Sequence[float]) -> float:
 
 
 def _doubled(largest: int) -> list[int]:
-    """1, 2, 4, .. and the largest."""
     return sorted({1 << k for k in range(largest.bit_length())} | {largest})
 
 
@@ -120,8 +118,8 @@ def _middles(axis: Sequence[int]) -> list[int]:
 
 
 def by_requests(points: Iterable[Point]) -> Grid:
-    """Mean seconds of one token by the number of requests, without stalls and rarely seen numbers. Not the median: what
-    happens now and then is paid for, too. Raises PlanError without any point."""
+    """Return mean seconds of a token, without stalls and rare numbers: what happens now and then is paid for, so no
+    median. Raises PlanError without points."""
     each: dict[int, list[float]] = {}
     for requests, total, seconds in points:
         each.setdefault(requests, []).append(seconds / max(1.0, total / requests))
@@ -136,7 +134,7 @@ def by_requests(points: Iterable[Point]) -> Grid:
 
 
 def beside(table: CostTable, drafts: Sequence[Point], verifies: Iterable[Point]) -> Grid:
-    """What rounds take beside the table's verify: what came before it, and what it took longer."""
+    """Return what rounds take beside the table's verify: before it, and longer than it."""
     longer: dict[int, list[float]] = {}
     for n, rows, seconds in verifies:
         if seconds <= STALL * (expected := table.verify_s(n, rows)):
@@ -149,7 +147,7 @@ def beside(table: CostTable, drafts: Sequence[Point], verifies: Iterable[Point])
 
 
 def without_waits(drafts: Sequence[Point], waited_s: float) -> list[Point]:
-    """Engines wait for drafts where that pays; a planner would see a loss."""
+    """Engines wait where that pays; a planner would see a loss."""
     total_s = sum(seconds for *_, seconds in drafts)
     share = 1.0 - waited_s / total_s if total_s > waited_s else 1.0
     return [(n, total, share * seconds) for n, total, seconds in drafts]
