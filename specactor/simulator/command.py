@@ -1,7 +1,4 @@
-"""``specactor simulate``: RL steps of a cluster in virtual time, with the planner that engines call. Needs no GPU.
-
-Invariant: equal settings give equal results.
-"""
+"""``specactor simulate``: RL steps of a cluster in virtual time. Equal settings give equal results."""
 
 from __future__ import annotations
 
@@ -58,7 +55,6 @@ class SimulateOptions(Inputs):
 
 
 def parsed(argv: Sequence[str]) -> SimulateOptions:
-    """``--help`` prints and raises SystemExit(0). Raises ConfigError."""
     positive = ("prompts", "group_size", "length_longest", "steps")
     options = parse(SimulateOptions, PROG, argv, positive=positive)
     if options.train_tokens_per_s < 0:
@@ -69,7 +65,7 @@ def parsed(argv: Sequence[str]) -> SimulateOptions:
 
 
 def jobs(options: SimulateOptions) -> dict[str, Job]:
-    """A job per mode, on the same requests. Raises ConfigError, DataError and PlanError."""
+    """Return a job per mode, on the same requests. Raises ConfigError, DataError and PlanError."""
     found = candidates(options, max_requests=MOST_REQUESTS, processes=False)
     if options.cost_table and not options.train_tokens_per_s:
         raise ConfigError.at("train_tokens_per_s", 0, "> 0 with --cost-table", "Give what a device trains.")
@@ -99,7 +95,6 @@ def jobs(options: SimulateOptions) -> dict[str, Job]:
 
 
 def command(argv: Sequence[str], console: Console) -> None:
-    """Raises SpecActorError."""
     options = parsed(argv)
     runs = {mode: run(job) for mode, job in jobs(options).items()}
     if options.json:
@@ -109,7 +104,6 @@ def command(argv: Sequence[str], console: Console) -> None:
 
 
 def figures(of: Run) -> dict[str, Any]:
-    """For programs: seconds, tokens and shares of all steps."""
     plan = of.plan
     return {
         "plan": {

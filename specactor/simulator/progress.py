@@ -1,13 +1,7 @@
-"""How far requests are. PURE.
+"""How far requests are. PURE. Shapes: N requests, B on an engine.
 
-Between events a request gains mean tokens per round times rounds. What drawing each round would add is a variance, and
-a request stays as many standard deviations off its mean as it drew at first: the last of many equal requests ends as
-late as when every token is drawn.
-
-Invariants: a round emits one token at least, its window and one at most; equal luck gives equal ends; without drafts
-luck changes nothing.
-
-Shapes: N requests, B those on an engine.
+Between events a request gains mean tokens per round, and stays as many standard deviations off its mean as it drew at
+first: so the last of many equal requests ends as late as when every token is drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +15,7 @@ EQUAL = 1e-9  # variance of rounds that all emit as much
 
 class Progress:
     def __init__(self, lengths: Ints, luck_N: Floats) -> None:
-        """`luck_N`: standard deviations by which each is ahead, standard normal."""
+        """`luck_N` counts standard deviations by which each is ahead."""
         self.length_N = lengths.astype(np.float64)
         self.luck_N = luck_N
         self.done_N: Floats = np.zeros(len(lengths))  # means
@@ -36,7 +30,7 @@ class Progress:
         self._most_N[running] += rounds * of.most
 
     def rounds_left(self, running: Ints, of: Round) -> Floats:
-        """[B]: rounds like this one until each has finished."""
+        """Return [B] rounds like this one until each has finished."""
         # Where rounds vary the last emits more than what is left: half of a token-weighted mean round (renewals).
         beyond_B = np.where(of.variance > EQUAL, ((of.variance + of.tokens**2) / of.tokens - 1.0) / 2.0, 0.0)
         luck_B, variance_B, done_B = self.luck_N[running], self._variance_N[running], self.done_N[running]
@@ -54,7 +48,7 @@ class Progress:
 
 
 def _crossing(left_B: Floats, luck_B: Floats, variance_B: Floats, of: Round) -> Floats:
-    """The r at which r tokens + luck (sqrt(variance + r own) - sqrt(variance)) reaches what is left."""
+    """Return the r at which r tokens + luck (sqrt(variance + r own) - sqrt(variance)) reaches what is left."""
     own_B = np.maximum(of.variance, 1e-12)
     a_B = of.tokens / own_B
     c_B = a_B * variance_B + luck_B * np.sqrt(variance_B) + left_B

@@ -1,9 +1,7 @@
-"""What is true in a simulation: requests, how easy each is to draft, and tokens and seconds of a round. PURE.
+"""What is true in a simulation: requests, how easy each is to draft, and rounds. PURE.
 
-Invariants: equal seeds give equal requests; a prompt's requests are neighbours; a round emits at least one token per
-request; without windows it is a plain step; better survivals emit no less.
-
-Shapes: N requests; of a round B requests, W positions.
+Invariants: a prompt's requests are neighbours; a round emits at least one token per request; better survivals emit no
+less. Shapes: N requests; of a round B requests, W positions.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Tokens of responses: log-normal, cut at `longest`."""
-
     median: float = 4000.0
     sigma: float = 1.0  # standard deviation of the logarithm: at 1 the 95th percentile is 5.2 medians
     longest: int = 20000
@@ -41,7 +37,6 @@ class Lengths:
             raise PlanError(f"lengths (median, sigma, longest, alike): got {got}, expected >= 1, >= 0, >= 1, 0..1.")
 
     def draw(self, rng: np.random.Generator, group_N: Ints) -> Ints:
-        """[N]."""
         own_N = rng.standard_normal(len(group_N))
         shared_N = rng.standard_normal(int(group_N.max()) + 1)[group_N]
         z_N = np.sqrt(self.alike) * shared_N + np.sqrt(1.0 - self.alike) * own_N
@@ -51,8 +46,6 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """The true acceptance of a draft method."""
-
     rate: float  # P(its first draft token is accepted) of the median request, at the start, freshly trained
     decay: float = 0.98  # from one position of a draft to the next, given that all before were accepted
     by_position: tuple[float, ...] = ()  # counted P(accepted at j | those before), in place of `rate` and `decay`
@@ -66,25 +59,22 @@ class Method:
             raise PlanError(f"method: got {self}, expected shares in 0..1 and a spread >= 0.")
 
     def positions(self, window: int) -> Floats:
-        """[window]: the median request's acceptances, fresh."""
+        """Return [window] acceptances of the median request, fresh."""
         if self.by_position:
             last = len(self.by_position) - 1
             return np.array([self.by_position[min(j, last)] for j in range(window)])
         return self.rate * self.decay ** np.arange(window, dtype=np.float64)
 
     def survival(self, window: int, *, age: int = 0, tokens: float = 0.0) -> tuple[float, ...]:
-        """Of the median request, `age` versions after a refresh."""
         return tuple((self.positions(window) * self.kept(age, tokens)).cumprod().tolist())
 
     def kept(self, age: int, tokens: float | Floats) -> float | Floats:
-        """Share of the acceptance left after so many policy versions and tokens."""
+        """Return the share of the acceptance left after so many versions and tokens."""
         return (1.0 - self.staleness) ** age * (1.0 - self.drift) ** (np.asarray(tokens) / 1000.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The truth that the planner has to find out."""
-
     methods: Mapping[str, Method]  # by drafter
     start_s: float = 5.0  # from a rollout's begin to the first round: engines take their memory back
     host_s: float = 0.0  # between two passes of an engine, in which its device has nothing to do
@@ -124,7 +114,7 @@ def draw(lengths: Lengths, *, prompts: int, group_size: int, seed: Sequence[int]
 
 
 def survivals(method: Method, odds_B: Floats, tokens_B: Floats, *, window: int, age: int) -> Floats:
-    """[B, window], of requests that have so many tokens by now."""
+    """Return [B, window] of requests that have so many tokens by now."""
     a_W = method.positions(window)
     scale_B1 = (odds_B**method.spread)[:, None]
     odds_BW = scale_B1 * a_W
@@ -139,26 +129,24 @@ OFF, COUPLED, DECOUPLED = 0, 1, 2  # what a request does, as in `reconfiguration
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """A drafter on devices of its own, as one engine sees it."""
-
     seconds: Grid
     served: float  # requests that it drafts for, those of other engines too
     message_s: float
     rollback_s: float = 0.0
 
     def drafted(self, round_s: float, window: int) -> tuple[float, float]:
-        """Tokens of a request drafted in a round, and those after an unexpected commit."""
+        """Return tokens of a request per round, and those after an unexpected commit."""
         token_s = self.seconds.at(max(self.served, 1.0), window) / window
         return round_s / token_s, max(0.0, round_s - self.message_s - self.rollback_s) / token_s
 
     def window_s(self, window: int, restarts: float = 0.0) -> float:
-        """Seconds from a commit to the next window; `restarts` is the share of requests that go back."""
+        """Return seconds from a commit to the next window; `restarts` is the share of requests that go back."""
         return self.seconds.at(max(self.served, 1.0), window + 1) + self.message_s + self.rollback_s * restarts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Beside:
-    """A further method, on an engine that ran dry, drafts for all the requests."""
+    """A further method, of an engine that ran dry."""
 
     survival: Floats  # [B, W]
     window: int
@@ -186,11 +174,11 @@ def round_of(
     alike: float = 0.5,
     waits: bool = True,
 ) -> Round:
-    """The round in which requests verify `drafter`'s tokens, drafted on their devices or, by `remote`, elsewhere.
+    """Return a round that verifies `drafter`'s tokens.
 
-    On the verifier's devices a request has its window in every round. Elsewhere a round that `waits` lasts until
-    windows are there, and a request accepts j tokens or more with probability ready * survival_j (`pipelined`); one
-    that does not wait takes what is there (`there`), as real engines do.
+    On the verifier's devices a request has its window in every round. By `remote` a round that `waits` lasts until
+    windows are there, and accepts j tokens or more with probability ready * survival_j (`pipelined`); one that does not
+    takes what is there (`there`), as real engines do.
     """
     requests, width = survival_BW.shape
     offered_BW = survival_BW * (np.arange(1, width + 1) <= window_B[:, None])
@@ -225,7 +213,7 @@ def round_of(
 
 
 def _accepted(offered_BW: Floats) -> tuple[Floats, Floats]:
-    """[B] mean and [B] variance of accepted tokens, from P(j tokens or more are)."""
+    """Return [B] means and variances, from P(j tokens or more are accepted)."""
     mean_B = offered_BW.sum(axis=1)
     squares_B = offered_BW @ (2.0 * np.arange(1, offered_BW.shape[1] + 1) - 1.0)
     return mean_B, np.maximum(squares_B - mean_B**2, 0.0)
@@ -245,7 +233,7 @@ STEPS_PER_TOKEN, STEPS_PER_RATE = 8, 50
 def _shares_there(
     survival_BW: Floats, window_B: Ints, ahead_B: Flags, *, table: CostTable, remote: Remote, draft_s: float
 ) -> Floats:
-    """[B, W]: P(a round verifies j tokens of a request or more); 1 for those that are drafted for here."""
+    """Return [B, W]: P(a round verifies j tokens or more); 1 for those drafted for here."""
     requests, width = survival_BW.shape
     window = int(window_B[ahead_B].max())
     share_BW = np.ones((requests, width))
@@ -269,7 +257,7 @@ def _shares_there(
 
 @lru_cache(maxsize=1 << 16)
 def _there(rates: tuple[int, ...], window: int, drafted: int, afresh: int, most: int) -> tuple[float, ...]:
-    """[W], of rounded rates."""
+    """Return [W], of rounded rates."""
     survival = np.cumprod(np.array(rates) / STEPS_PER_RATE).tolist()
     found_K = there(survival, window, drafted=drafted / STEPS_PER_TOKEN, afresh=afresh / STEPS_PER_TOKEN, most=most)
     at_least = found_K[::-1].cumsum()[::-1][1:].clip(0.0, 1.0).tolist()
