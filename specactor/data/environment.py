@@ -22,7 +22,7 @@ Said = str | Sequence[Message]  # a text is taken as it is; messages go through 
 
 
 class Environment(Protocol):
-    """``async def close(self)``, if there is one, ends the conversation."""
+    """A method ``async def close(self)``, if there is one, is called when the conversation is over."""
 
     async def start(self, problem: Problem) -> Said:
         """Return what the policy sees first."""
