@@ -173,8 +173,9 @@ def round_of(
     beside: Beside | None = None,
     alike: float = 0.5,
     waits: bool = True,
+    host_s: float = 0.0,
 ) -> Round:
-    """Return a round that verifies `drafter`'s tokens.
+    """Return a round that verifies `drafter`'s tokens, and has `host_s` between its passes.
 
     On the verifier's devices a request has its window in every round. By `remote` a round that `waits` lasts until
     windows are there, and accepts j tokens or more with probability ready * survival_j (`pipelined`); one that does not
@@ -189,7 +190,7 @@ def round_of(
     if here_B.any():
         draft_s = table.draft_s(drafter, int(here_B.sum()), int(window_B[here_B].max()))
     if ahead_B.any() and remote is not None and not waits:
-        share_BW = _shares_there(survival_BW, window_B, ahead_B, table=table, remote=remote, draft_s=draft_s)
+        share_BW = _shares_there(survival_BW, window_B, ahead_B, table=table, remote=remote, more_s=draft_s + host_s)
         offered_BW *= share_BW
         drafted_B = np.where(ahead_B, share_BW.sum(axis=1), drafted_B)
     elif ahead_B.any():
@@ -198,7 +199,7 @@ def round_of(
         drafted_B = share_B * window_B
         if remote is not None:
             elsewhere_s = remote.window_s(int(window_B[ahead_B].max()), float(1.0 - share_B[ahead_B].mean()))
-    seconds = max(_verify_s(table, requests, drafted_B), elsewhere_s) + draft_s
+    seconds = max(_verify_s(table, requests, drafted_B) + host_s, elsewhere_s) + draft_s
     most_B = window_B.astype(np.float64)
     if beside is not None:
         # Nobody waits for its windows: they come in as many rounds as there is time for.
@@ -207,7 +208,7 @@ def round_of(
         offered_BW = combined(np.stack([offered_BW, more_BW]), alike=alike)
         drafted_B = drafted_B + share_B * beside.window
         most_B = np.maximum(most_B, beside.window)
-        seconds = max(_verify_s(table, requests, drafted_B), elsewhere_s) + draft_s
+        seconds = max(_verify_s(table, requests, drafted_B) + host_s, elsewhere_s) + draft_s
     accepted_B, variance_B = _accepted(offered_BW)
     return Round(seconds=seconds, tokens=1.0 + accepted_B, drafted=drafted_B, variance=variance_B, most=1.0 + most_B)
 
@@ -231,9 +232,9 @@ STEPS_PER_TOKEN, STEPS_PER_RATE = 8, 50
 
 
 def _shares_there(
-    survival_BW: Floats, window_B: Ints, ahead_B: Flags, *, table: CostTable, remote: Remote, draft_s: float
+    survival_BW: Floats, window_B: Ints, ahead_B: Flags, *, table: CostTable, remote: Remote, more_s: float
 ) -> Floats:
-    """Return [B, W]: P(a round verifies j tokens or more); 1 for those drafted for here."""
+    """Return [B, W]: P(a round, of a verify and `more_s`, has j tokens or more); 1 for those drafted for here."""
     requests, width = survival_BW.shape
     window = int(window_B[ahead_B].max())
     share_BW = np.ones((requests, width))
@@ -244,7 +245,7 @@ def _shares_there(
     keys = [tuple(np.round(step_BW[group].mean(axis=0) * STEPS_PER_RATE).astype(int).tolist()) for group in groups]
     drafted_B, round_s = np.where(ahead_B, 0, window_B).astype(np.float64), 0.0
     for _ in range(ROUNDS_FOUND if window else 0):
-        before_s, round_s = round_s, _verify_s(table, requests, drafted_B) + draft_s
+        before_s, round_s = round_s, _verify_s(table, requests, drafted_B) + more_s
         if abs(round_s - before_s) <= SETTLED * round_s:
             break
         drafted, afresh = (round(STEPS_PER_TOKEN * tokens) for tokens in remote.drafted(round_s, window))

@@ -245,8 +245,9 @@ class Rollout:
             beside=self._beside(engine),
             alike=self.world.alike,
             waits=False,
+            host_s=self.world.host_s,
         )
-        engine.set_round(replace(found, seconds=(found.seconds + self.world.host_s) * engine.slow))
+        engine.set_round(replace(found, seconds=found.seconds * engine.slow))
 
     def _served(self) -> float:
         return float(self.ahead_E.sum()) / max(1, self.plan.drafters.engines)
