@@ -68,6 +68,9 @@ METRICS: dict[str, str] = {
     "time/data_s": "seconds of making or reading problems and the model, in the line of the first step",
     "time/warm-up_s": "seconds of the supervised warm-up, in the line of the first step",
     "time/engines_s": "seconds of waiting for engines to start, in the line of the first step",
+    "time/audit_s": "seconds of an audit, with rollout.audit",
+    "time/refresh_s": "seconds of refreshing the draft model: learning and pushing",
+    "time/refresh_limit_s": "seconds that learning was granted",
     "rollout/tokens": "response tokens generated",
     "rollout/tokens_per_s": "response tokens per second of generation",
     "rollout/expert_bytes": "bytes that say which experts the engines chose, with train.routing_replay = r3",
@@ -83,12 +86,6 @@ METRICS: dict[str, str] = {
     "memory/rank_rss_bytes": "resident memory of the largest trainer rank",
     "memory/engine_rss_bytes": "resident memory of all engine processes of the job",
     "memory/record_bytes": "bytes of the step's record on disk; 0 with tracking.record off",
-}
-
-# After ``accuracy/``
-HELD_OUT: dict[str, str] = {
-    "SET": "as accuracy/eval, of a further set of data.eval",
-    "SET/pass@K": "chance that one of K samples is right, with eval.samples; SET is eval for the first of data.eval",
 }
 
 # Last part of ``speculation/DRAFTER/...``, with rollout.speculation
@@ -142,6 +139,8 @@ DRAFTER: dict[str, str] = {
     "refused": "engines and drafter processes that did not take the weights, and keep older ones",
     "failed": "1 if the refresh failed; the run goes on with the weights there are",
 }
+# Last part of ``audit/...``, with rollout.audit; the first four in steps that an audit had time for, the others
+# without top-p and top-k.
 AUDIT: dict[str, str] = {
     "responses": "responses that an engine began again without drafts",
     "tokens": "tokens of these",
@@ -150,8 +149,6 @@ AUDIT: dict[str, str] = {
     "scored": "sampled tokens that the trainer compared with what their noise picks",
     "unpicked": "of these tokens, those that it does not pick",
 }
-"""Last part of ``audit/...``, with rollout.audit; the first four in steps that an audit had time for, the others
-without top-p and top-k."""
 # Last part of ``tail/...``, with lent devices, several engines and rollout.oversample
 TAIL: dict[str, str] = {
     "drafters_woken": "times that the drafter on the device of an engine that had run dry was to be woken",
@@ -162,10 +159,7 @@ TAIL: dict[str, str] = {
     "open_tokens": "tokens of these",
     "stale_tokens": "response tokens trained on that older policies sampled, with rollout.partial",
 }
-DRAFTER_TIMES: dict[str, str] = {
-    "time/refresh_s": "seconds of refreshing the draft model: learning and pushing",
-    "time/refresh_limit_s": "seconds that learning was granted",
-}
+_FAMILIES = {"audit": AUDIT, "drafter": DRAFTER, "tail": TAIL}
 
 WANDB_INIT_S = 30
 WANDB_FINISH_S = 60  # longest waits when a run starts and ends; uploads run in another process in between
@@ -252,13 +246,10 @@ def _known(name: str) -> None:
     family, _, rest = name.partition("/")
     if family == "speculation" and re.sub(r"_at_[0-9]+$", "_at_J", rest.rpartition("/")[2]) in SPECULATION:
         return
-    if (family == "drafter" and rest in DRAFTER) or name in DRAFTER_TIMES:
-        return
+    # A further set of data.eval; of any set the chance that one of K samples is right, with eval.samples.
     if family == "accuracy" and re.fullmatch(r"[A-Za-z0-9_-]+(/pass@[0-9]+)?", rest):
         return
-    if (family == "tail" and rest in TAIL) or (family == "audit" and rest in AUDIT) or name == "time/audit_s":
-        return
-    if name not in METRICS:
+    if name not in METRICS and rest not in _FAMILIES.get(family, ()):
         nearest = difflib.get_close_matches(name, METRICS, n=1)
         hint = f"Did you mean {nearest[0]}?" if nearest else "Add it, with its unit, to specactor.metrics.METRICS."
         raise SpecActorError(f"metrics: got the unknown name {name!r}. {hint}")
