@@ -34,32 +34,18 @@ MIN_DISK_BYTES = 2 * GIB  # room for checkpoints and the exported model of a sma
 MIN_MEMORY_BYTES = 6 * GIB  # two trainer ranks and one engine of a tiny model
 
 
+CPU = {
+    "torch": "==2.13.0",
+    "sglang": "==0.5.23",
+    "transformers": "==5.19.0",
+    "megatron-core": "==0.16.1",
+    "mbridge": "==0.15.1",
+}
 # Versions that belong together; the last has neither TransformerEngine nor fa3: attention is Triton's
 STACKS = {
-    "CPU": {
-        "torch": "==2.13.0",
-        "sglang": "==0.5.23",
-        "transformers": "==5.19.0",
-        "megatron-core": "==0.16.1",
-        "mbridge": "==0.15.1",
-    },
-    "GPU": {
-        "torch": "==2.14.1",
-        "sglang": "==0.5.23",
-        "transformers": "==5.19.0",
-        "megatron-core": "==0.16.1",
-        "mbridge": "==0.15.1",
-        "sglang-kernel": "==0.4.10",
-        "transformer-engine": ">=2.9,<2.12",
-    },
-    "GPU, torch 2.11": {
-        "torch": "==2.11.0",
-        "sglang": "==0.5.23",
-        "transformers": "==5.17.*",
-        "megatron-core": "==0.16.1",
-        "mbridge": "==0.15.1",
-        "sglang-kernel": "==0.4.4",
-    },
+    "CPU": CPU,
+    "GPU": CPU | {"torch": "==2.14.1", "sglang-kernel": "==0.4.10", "transformer-engine": ">=2.9,<2.12"},
+    "GPU, torch 2.11": CPU | {"torch": "==2.11.0", "transformers": "==5.17.*", "sglang-kernel": "==0.4.4"},
 }
 
 
@@ -79,7 +65,10 @@ def examine(config: Config | None, environ: Mapping[str, str]) -> list[Finding]:
     found = [_python(), *packages, *_hardware(devices), *_optional(devices), *_places(config), loopback()]
     if config and gpu:
         found.append(joined_kernels(config, devices.has("transformer_engine")))
-    return [*found, *([tokens(config, gpu=gpu), _replay(config), *_recipe(config)] if config else [])]
+    if config:
+        replay = Finding(component="replay", found=reach(config).removeprefix("replay: "))
+        found += [tokens(config, gpu=gpu), replay, *_recipe(config)]
+    return found
 
 
 def report(findings: list[Finding], console: Console) -> int:
@@ -159,10 +148,6 @@ def joined_kernels(config: Config, transformer_engine: bool) -> Finding:
     on, off = fusions.told(fields)
     # What is off by choice has no remedy; `_optional` has those of packages.
     return Finding(component="fusions", found=on, used=f"separate kernels for {off}" if off else "")
-
-
-def _replay(config: Config) -> Finding:
-    return Finding(component="replay", found=reach(config).removeprefix("replay: "))
 
 
 def _requirement(need: Requirement, version: str, ok: bool) -> Finding:
