@@ -132,7 +132,7 @@ def _task_rows(source: SourceConfig) -> Iterator[_Unchecked]:
             prompt=prompt,
             answer=entry["answer"] or "",  # some tasks have no single answer
             verifier="reasoning-gym",
-            metadata=reasoning.metadata_of(source.task, source.params, entry),
+            metadata={"task": source.task, "params": dict(source.params), "entry": entry},
             reason=reason,
         )
 

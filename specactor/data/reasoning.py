@@ -41,10 +41,6 @@ def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int
         ) from error
 
 
-def metadata_of(task: str, params: Mapping[str, object], entry: Entry) -> dict[str, object]:
-    return {"task": task, "params": dict(params), "entry": entry}
-
-
 def score(answer: str, problem: Problem) -> float:
     """Return the task's own score. Where a scorer raises on a text, that scores 0 if it accepts the problem's own
     answer; else the error is raised."""
