@@ -125,19 +125,21 @@ def of_job(
     return Memory(rows=rows, device_bytes=device_bytes)
 
 
-def of_host(config: Config, layout: Layout, shape: TransformerShape, devices: int) -> Memory:
-    width, held, ranks = BYTES[config.model.dtype], sum(parameters(shape, layout)), min(devices, layout.world)
+def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
+    """Return the memory of a host with so many `devices`. Raises as `memory_of`."""
+    layout, shape = _layout(config, ranks)
+    width, held, hosted = BYTES[config.model.dtype], sum(parameters(shape, layout)), min(devices, ranks)
     learning = 1 + (config.algorithm.advantage == "gae")
     saved = shape.params + shape.mtp_params
-    optimizer = learning * ranks * optimizer_bytes(config, shape, layout)
+    optimizer = learning * hosted * optimizer_bytes(config, shape, layout)
     gradients = GRADIENT_BYTES / (ADAM_BYTES["host"] + MAIN_WEIGHT_BYTES) * optimizer  # copies, for Adam to read
     on_host = config.train.optimizer_state == "host"
     rows: dict[str, dict[Phase, float]] = {
         # In bfloat16 it is in locked memory, which is kept, while engines have the devices.
         "optimizer": dict.fromkeys(PHASES, optimizer) if width < 4 else {},
         "gradients": dict.fromkeys(PHASES, gradients) if on_host else {},
-        "reference": dict.fromkeys(PHASES, width * held * ranks) if config.algorithm.kl_coef else {},
-        "buckets": dict.fromkeys(PHASES, 2.0 * config.weights_sync.bucket_bytes * ranks),
+        "reference": dict.fromkeys(PHASES, width * held * hosted) if config.algorithm.kl_coef else {},
+        "buckets": dict.fromkeys(PHASES, 2.0 * config.weights_sync.bucket_bytes * hosted),
         # What its ranks hand over and, as mirrors, what other hosts do; in a first push what is kept of that. Where
         # there is no room for it, weights go through the buckets alone.
         "policy, for engines": dict.fromkeys(PHASES, width * shape.params),
@@ -187,10 +189,6 @@ def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
         for name in held
     ]
     return of_job(config, layout, shape, device_bytes, drafts)
-
-
-def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
-    return of_host(config, *_layout(config, ranks), devices)
 
 
 def _layout(config: Config, ranks: int) -> tuple[Layout, TransformerShape]:
