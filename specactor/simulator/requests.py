@@ -65,12 +65,12 @@ class Method:
             return np.array([self.by_position[min(j, last)] for j in range(window)])
         return self.rate * self.decay ** np.arange(window, dtype=np.float64)
 
-    def survival(self, window: int, *, age: int = 0, tokens: float = 0.0) -> tuple[float, ...]:
-        return tuple((self.positions(window) * self.kept(age, tokens)).cumprod().tolist())
+    def survival(self, window: int) -> tuple[float, ...]:
+        return tuple(self.positions(window).cumprod().tolist())
 
-    def kept(self, age: int, tokens: float | Floats) -> float | Floats:
+    def kept(self, age: int, tokens_B: Floats) -> Floats:
         """Return the share of the acceptance left after so many versions and tokens."""
-        return (1.0 - self.staleness) ** age * (1.0 - self.drift) ** (np.asarray(tokens) / 1000.0)
+        return (1.0 - self.staleness) ** age * (1.0 - self.drift) ** (tokens_B / 1000.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ def survivals(method: Method, odds_B: Floats, tokens_B: Floats, *, window: int, 
     scale_B1 = (odds_B**method.spread)[:, None]
     odds_BW = scale_B1 * a_W
     a_BW = odds_BW / (odds_BW + 1.0 - a_W)
-    a_BW *= np.asarray(method.kept(age, tokens_B))[:, None]
+    a_BW *= method.kept(age, tokens_B)[:, None]
     survived_BW: Floats = a_BW.cumprod(axis=1)
     return survived_BW
 
