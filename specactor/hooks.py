@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specactor.config import Config
@@ -54,12 +55,20 @@ class Loss(Protocol):
     def __call__(self, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, /) -> Tensor: ...
 
 
-def hook(setting: str, name: str, arguments: str) -> Callable[..., Any]:
-    """Raise ConfigError where no function of that name takes `arguments`, their names."""
+ARGUMENTS = {
+    "algorithm.advantage": "rewards",
+    "algorithm.loss": "logprobs_T, old_logprobs_T, advantages_T",
+    "algorithm.dynamic_sampling": "group",
+}
+
+
+def hook(setting: str, name: str) -> Callable[..., Any]:
+    """Raise ConfigError where no function of that name takes the setting's `ARGUMENTS`."""
     try:
         found = find(name)
     except DataError as error:
         raise ConfigError(f"{setting}: {error}") from error
+    arguments = ARGUMENTS[setting]
     try:
         inspect.signature(found).bind(*arguments.split(", "))  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
@@ -68,25 +77,23 @@ def hook(setting: str, name: str, arguments: str) -> Callable[..., Any]:
 
 
 def check(config: Config) -> None:
-    if ":" in config.algorithm.advantage:
-        hook("algorithm.advantage", config.algorithm.advantage, "rewards")
-    if ":" in config.algorithm.loss:
-        hook("algorithm.loss", config.algorithm.loss, "logprobs_T, old_logprobs_T, advantages_T")
-    if ":" in config.algorithm.dynamic_sampling:
-        hook("algorithm.dynamic_sampling", config.algorithm.dynamic_sampling, "group")
+    for setting in ARGUMENTS:
+        if ":" in (name := attrgetter(setting)(config)):
+            hook(setting, name)
 
 
-def called(setting: str, name: str, function: Callable[..., Any], *arguments: object) -> Any:
+def called(setting: str, name: str, *arguments: object) -> Any:
+    function = hook(setting, name)
     try:
         return function(*arguments)
-    except Exception as error:
+    except Exception as error:  # code of others, which may raise anything
         raise DataError(f"{setting}: {name} raised {type(error).__name__}: {error}. Correct it.") from error
 
 
 def advantages_by(name: str, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
     """Raise DataError for another shape, or a number that is not finite."""
     setting = "algorithm.advantage"
-    found = called(setting, name, hook(setting, name, "rewards"), rewards)
+    found = called(setting, name, rewards)
     try:
         advantages = [[float(a) for a in group] for group in found]
     except (TypeError, ValueError) as error:
@@ -104,8 +111,8 @@ def advantages_by(name: str, rewards: Sequence[Sequence[float]]) -> list[list[fl
 
 def loss_by(name: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
     """Raise DataError for another shape, or a value that is not finite."""
-    setting, names = "algorithm.loss", "logprobs_T, old_logprobs_T, advantages_T"
-    loss_T: Tensor = called(setting, name, hook(setting, name, names), logprobs_T, old_logprobs_T, advantages_T)
+    setting = "algorithm.loss"
+    loss_T: Tensor = called(setting, name, logprobs_T, old_logprobs_T, advantages_T)
     shape = getattr(loss_T, "shape", None)
     if shape != logprobs_T.shape:
         got = f"a tensor of shape {tuple(shape)}" if shape is not None else f"{loss_T!r:.80}"
@@ -120,7 +127,7 @@ def loss_by(name: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T:
 def keeps(name: str, group: ScoredGroup) -> bool:
     """Raise DataError for an answer that is no bool."""
     setting = "algorithm.dynamic_sampling"
-    kept = called(setting, name, hook(setting, name, "group"), group)
+    kept = called(setting, name, group)
     if not isinstance(kept, bool):
         raise DataError(f"{setting}: {name} returned {kept!r:.200}, expected True or False. Correct it.")
     return kept
