@@ -169,8 +169,11 @@ def _pair(
     fit = fitting(engine.capacity_bytes, drafter.footprint)
     if fit is not None and served > fit:
         return None
-    lasting = _lasting if engine.token_s is None else _running
-    share, tokens, round_s, why = lasting(of, drafter, engine, served, window, max_window)
+    if engine.token_s is None:
+        share, tokens, round_s, why = _lasting(of, drafter, engine, served, window)
+    else:
+        token_s = engine.token_s.at(served, 1.0)
+        share, tokens, round_s, why = _running(of, drafter, token_s, window, most=AHEAD * max_window)
     if tokens <= 1.0:
         return None
     return of.plan(
@@ -184,7 +187,7 @@ def _pair(
 
 
 def _lasting(
-    of: _Verifying, drafter: DrafterOption, engine: DrafterEngine, served: int, window: int, max_window: int
+    of: _Verifying, drafter: DrafterOption, engine: DrafterEngine, served: int, window: int
 ) -> tuple[float, float, float, str]:
     """Return (share of rounds with a window, tokens per round, its seconds, why) of rounds that wait for windows."""
     draft_s = engine.seconds.at(served, window + 1) + of.cluster.message_s
@@ -195,17 +198,10 @@ def _lasting(
 
 
 def _running(
-    of: _Verifying, drafter: DrafterOption, engine: DrafterEngine, served: int, window: int, max_window: int
+    of: _Verifying, drafter: DrafterOption, token_s: float, window: int, *, most: int
 ) -> tuple[float, float, float, str]:
-    assert engine.token_s is not None
-    token_s = engine.token_s.at(served, 1.0)
-    pace = Pace(
-        requests=of.requests,
-        round_s=_round_s(of),
-        token_s=token_s,
-        message_s=of.cluster.message_s,
-        most=AHEAD * max_window,
-    )
+    """Return the same of rounds that take what is there."""
+    pace = Pace(requests=of.requests, round_s=_round_s(of), token_s=token_s, message_s=of.cluster.message_s, most=most)
     found = running(drafter.survival, window, pace)
     drafted = f"in which {found.round_s / token_s:.1f} tokens are drafted and {found.window:.1f} verified"
     return found.ready, found.tokens, found.round_s, drafted
