@@ -20,7 +20,6 @@ from datetime import timedelta
 from importlib.metadata import version
 from ipaddress import ip_address
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
@@ -81,7 +80,7 @@ def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, ob
         settings=flat(config),
     )
     store = _connected(head, port)
-    token, verdict = (_hold if rank == 0 else _join)(store, own, rank, world)
+    token, verdict = _hold(store, own, world) if rank == 0 else _join(store, own, rank)
     if verdict.problem:
         raise ConfigError(verdict.problem)
     if len(set(verdict.machines)) > 1 and INTERFACE not in os.environ:
@@ -94,7 +93,7 @@ def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, ob
     return Meeting(open_store=open_store, hosts=verdict.hosts, machines=verdict.machines)
 
 
-def _hold(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verdict]:
+def _hold(store: Store, own: Greeting, world: int) -> tuple[str, Verdict]:
     token = uuid.uuid4().hex
     store.set(_TOKEN, token)
     greetings = [own]
@@ -120,7 +119,7 @@ def _hold(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verd
     return token, verdict
 
 
-def _join(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verdict]:
+def _join(store: Store, own: Greeting, rank: int) -> tuple[str, Verdict]:
     """Answer until a verdict names this process; the first may be of an earlier start."""
     store.set_timeout(timedelta(seconds=MEET_S))
     deadline = time.monotonic() + 2 * MEET_S
@@ -219,7 +218,7 @@ class HostWatch:
             thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
             thread.join(2 * _BEAT_S)
