@@ -36,13 +36,11 @@ assert all(metric in METRICS for _, metric, _, _ in COLUMNS)
 
 
 class Progress:
-    """`enabled` redraws a status line on a terminal; `quiet` prints nothing. `on_phase` gets each new phase ("" between
-    two) and the number of finished steps."""
+    """`quiet` prints nothing. `on_phase` gets each new phase ("" between two) and the number of finished steps."""
 
     def __init__(
         self,
         total_steps: int,
-        enabled: bool,
         *,
         quiet: bool = False,
         on_phase: Callable[[str, int], None] | None = None,
@@ -68,7 +66,7 @@ class Progress:
         self._step_times: list[float] = []
         self._last_line: float | None = None
         self._live: Live | None = None
-        if enabled and not quiet and self._console.is_terminal:
+        if not quiet and self._console.is_terminal:
             self._live = Live(
                 get_renderable=self._status, console=self._console, refresh_per_second=REDRAWS_PER_S, transient=True
             )

@@ -95,7 +95,7 @@ def run(
         folder = RunFolder.of(config)
         resume = collective.together("run folder", lambda: checkpoint_to_resume(config, folder))
         note_phase = _status_writer(folder, config.train.steps, members) if rank == 0 else None
-        shown = Progress(config.train.steps, enabled=rank == 0, quiet=rank != 0, on_phase=note_phase)
+        shown = Progress(config.train.steps, quiet=rank != 0, on_phase=note_phase)
         progress = stack.enter_context(shown)
         config = _planned(config, members, collective, progress)
         actor = _build(_Job(config, folder, collective, members, head, progress, stack), layout)
