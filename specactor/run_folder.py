@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from specactor.config import Config
@@ -57,8 +58,7 @@ class RunFolder:
     def read_replay(self) -> Replay | None:
         if not self.replay.exists():
             return None
-        fields = json.loads(self.replay.read_text())
-        return Replay(step=fields["step"], alone=tuple(fields["alone"]))
+        return msgspec.json.decode(self.replay.read_bytes(), type=Replay)
 
     @property
     def export(self) -> Path:
@@ -82,10 +82,9 @@ class RunFolder:
     def read_status(self) -> Status | None:
         """Return None before the run's first phase."""
         try:
-            fields = json.loads(self.status.read_text())
+            return msgspec.json.decode(self.status.read_bytes(), type=Status)
         except FileNotFoundError:
             return None
-        return Status(**fields | {"rank_pids": tuple(fields["rank_pids"])})
 
     def trace(self, step: int, host: int = 0) -> Path:
         return self.root / "traces" / (f"step-{step:06}" + (f"-host-{host}" if host else "") + ".json")
