@@ -64,7 +64,7 @@ def examine(config: Config | None, environ: Mapping[str, str]) -> list[Finding]:
     packages = [*pinned(), stack(gpu), plugin()]
     found = [_python(), *packages, *_hardware(devices), *_optional(devices), *_places(config), loopback()]
     if config and gpu:
-        found.append(joined_kernels(config, devices.has("transformer_engine")))
+        found.append(joined_kernels(config, devices.packages["transformer_engine"].works))
     if config:
         replay = Finding(component="replay", found=reach(config).removeprefix("replay: "))
         found += [tokens(config, gpu=gpu), replay, *_recipe(config)]

@@ -55,9 +55,6 @@ class Devices:
     packages: dict[str, Package]  # by module name, see `PROBES`
     wandb_key: bool  # whether wandb would find credentials
 
-    def has(self, module: str) -> bool:
-        return self.packages[module].works
-
 
 def detect(environ: Mapping[str, str] | None = None) -> Devices:
     """Look at this machine, which takes seconds."""
