@@ -65,14 +65,12 @@ class Engine:
         self._look = FIRST_LOOK
         self._new = 0
 
-    def admit(self, room: int | None) -> Ints:
+    def admit(self, room: int | None) -> None:
         most = len(self.waiting) if room is None else min(len(self.waiting), max(0, room - len(self.running)))
-        new = np.array([self.waiting.popleft() for _ in range(most)], np.int64)
         if most:
-            self.take(new)
-        return new
+            self._take(np.array([self.waiting.popleft() for _ in range(most)], np.int64))
 
-    def take(self, new: Ints) -> None:
+    def _take(self, new: Ints) -> None:
         """Let new requests do what most others do, the first what was planned, until decided."""
         plan, of = self.decider.plan.draft, self.decision
         mode, window = MODES.index(plan.mode), plan.window
