@@ -63,7 +63,7 @@ ARGUMENTS = {
 
 
 def hook(setting: str, name: str) -> Callable[..., Any]:
-    """Raise ConfigError where no function of that name takes the setting's `ARGUMENTS`."""
+    """Import the function. Raises ConfigError where none takes the setting's `ARGUMENTS`."""
     try:
         found = find(name)
     except DataError as error:
@@ -91,7 +91,7 @@ def called(setting: str, name: str, *arguments: object) -> Any:
 
 
 def advantages_by(name: str, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Raise DataError for another shape, or a number that is not finite."""
+    """Call the hook. Raises DataError for another shape, or a number that is not finite."""
     setting = "algorithm.advantage"
     found = called(setting, name, rewards)
     try:
@@ -110,7 +110,7 @@ def advantages_by(name: str, rewards: Sequence[Sequence[float]]) -> list[list[fl
 
 
 def loss_by(name: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
-    """Raise DataError for another shape, or a value that is not finite."""
+    """Call the hook. Raises DataError for another shape, or a value that is not finite."""
     setting = "algorithm.loss"
     loss_T: Tensor = called(setting, name, logprobs_T, old_logprobs_T, advantages_T)
     shape = getattr(loss_T, "shape", None)
@@ -125,7 +125,7 @@ def loss_by(name: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T:
 
 
 def keeps(name: str, group: ScoredGroup) -> bool:
-    """Raise DataError for an answer that is no bool."""
+    """Call the hook. Raises DataError for an answer that is no bool."""
     setting = "algorithm.dynamic_sampling"
     kept = called(setting, name, group)
     if not isinstance(kept, bool):

@@ -118,7 +118,6 @@ class Progress:
         self.update(tokens_per_s=self._tokens / spent if spent > 0 else 0.0)
 
     def count(self, done: int, total: int, *, loss: float) -> None:
-        """Print a line at every fifth of the way."""
         self.update(done=done, total=total, loss=loss)
         if done * 5 // total > (done - 1) * 5 // total:
             self.note(f"{self._phase} {done}/{total}, loss {loss:.4f}")

@@ -104,7 +104,8 @@ def usage(prog: str) -> str:
 
 
 def load(argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
-    """Raise ConfigError for an unknown recipe or key, or a bad value. ``--help`` prints and exits."""
+    """Return a recipe's config. Raises ConfigError for an unknown recipe or key, or a bad value. ``--help`` prints and
+    exits."""
     if argv and argv[0] in ("-h", "--help"):
         print(usage(prog))
         raise SystemExit(0)
@@ -163,7 +164,7 @@ def to_json(config: Config) -> dict[str, Any]:
 
 
 def from_json(plain: Mapping[str, Any]) -> Config:
-    """Raise ConfigError for unknown keys, wrong types and invalid settings."""
+    """Invert `to_json`. Raises ConfigError for unknown keys, wrong types and invalid settings."""
     plain = dict(json.loads(json.dumps(plain)))
     _rename(plain)
     _drop_removed(plain)

@@ -84,7 +84,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """Raise DataError for a folder of no run, or a file that no run writes."""
+        """Read a run. Raises DataError for a folder or file of none."""
         expected = "expected the folder of a run, with lines in metrics.jsonl. Name for example runs/quickstart."
         if not (folder / "metrics.jsonl").is_file():
             raise DataError(f"{folder}: got no metrics.jsonl, {expected}")
@@ -275,7 +275,6 @@ def _number(value: float, over: float = 1.0, *, form: str) -> str:
 
 
 def table(title: str, rows: Rows) -> str:
-    """Rows of two cells are names and texts; longer ones are numbers, under a heading."""
     if not rows:
         return ""
     cells = [[escape(cell) for cell in row] for row in rows]

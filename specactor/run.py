@@ -71,7 +71,7 @@ def run(
     failures: Failures,
     store: Store | None = None,
 ) -> None:
-    """Raise SpecActorError on every rank when one fails.
+    """Train the policy. Raises SpecActorError on every rank when one fails.
 
     Args:
         local_rank: number of the rank, and of its device, on its host.
@@ -136,7 +136,7 @@ def _status_writer(folder: RunFolder, steps: int, members: Sequence[Member]) -> 
 
 
 def model_shape(config: Config) -> ModelShape:
-    """Raise ConfigError when it cannot be read."""
+    """Return the policy's shape. Raises ConfigError when it cannot be read."""
     if config.model.tiny is not None:
         return ModelShape.of_tiny(config.model.tiny, VOCAB_SIZE)
     return ModelShape.read(Path(config.model.path))

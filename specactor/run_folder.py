@@ -80,7 +80,6 @@ class RunFolder:
         fresh.replace(self.status)
 
     def read_status(self) -> Status | None:
-        """Return None before the run's first phase."""
         try:
             return msgspec.json.decode(self.status.read_bytes(), type=Status)
         except FileNotFoundError:

@@ -113,7 +113,6 @@ class Trajectory:
 
     @property
     def num_turns(self) -> int:
-        """Count stretches of sampled tokens."""
         mask = self.loss_mask or (True,)
         own = sum(now and not before for before, now in zip((False, *mask), mask, strict=False))
         return own + sum(branch.num_turns for branch in self.branches)

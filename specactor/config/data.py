@@ -76,7 +76,6 @@ class DataConfig:
         return [self._source(name, size=self._size, seed=0) for name in self.mix]
 
     def eval_source(self, problems: int) -> SourceConfig:
-        """Return the first set's, with so many problems, or all of a file."""
         return self.eval_sources(problems)["eval"]
 
     def eval_sources(self, problems: int) -> dict[str, SourceConfig]:
@@ -135,7 +134,6 @@ def _check_template(text: str) -> None:
 
 
 def set_name(source: str) -> str:
-    """Return the name of a set in metrics."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", PurePosixPath(source.rpartition(":")[2]).stem)
 
 

@@ -89,8 +89,8 @@ class _Unchecked:
 
 
 def build_dataset(source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> Dataset:
-    """Raise DataError that counts bad rows and lists the first with place, field and reason; ConfigError for an unknown
-    task or parameter."""
+    """Check and tokenize all rows. Raises DataError that counts bad ones and lists the first with place, field and
+    reason; ConfigError for an unknown task or parameter."""
     name = f"task {source.task}" if source.task else source.path
     rows = _task_rows(source) if source.task else _file_rows(source, tokenizer)
     problems: list[Problem] = []
@@ -288,7 +288,7 @@ def called_rows(name: str) -> Iterator[Row]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Raise DataError when the file as a whole cannot be read."""
+    """Read a file or folder. Raises DataError when it cannot be read as a whole."""
     if path.is_dir():
         return _folder_rows(path)
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}

@@ -70,7 +70,7 @@ def _takes(function: Any, arguments: Sequence[str]) -> bool:
 
 
 def checked(name: str, method: str, value: object) -> Said | float:
-    """Raise DataError for what is neither said nor a reward."""
+    """Return what was said, or the reward. Raises DataError for neither."""
     if method != "run" and (isinstance(value, str) or are_messages(value)):
         return value
     if method != "start" and isinstance(value, Real) and math.isfinite(value):

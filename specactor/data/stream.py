@@ -57,7 +57,7 @@ class PromptStream:
         }
 
     def restore(self, state: object) -> None:
-        """Raise CheckpointError for a state of another data set or seed, or a damaged one."""
+        """Go on from a `state`. Raises CheckpointError for one of another data set or seed, and a damaged one."""
         if isinstance(state, Mapping):
             state = {"shuffle": 1, **state}  # older checkpoints knew no other order
         keys = ("dataset_len", "seed", "shuffle", "epoch", "position")

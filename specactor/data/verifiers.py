@@ -51,8 +51,8 @@ def answer_of(response: str, problem: Problem) -> str:
 
 @lru_cache(maxsize=256)
 def get_verifier(name: str, timeout_s: float | None = None) -> Verifier:
-    """Raise DataError when there is none; the function raises it when it fails. `timeout_s` is of an asynchronous one:
-    `specactor.rollout.grading` bounds the others."""
+    """Return a function that raises DataError when the verifier fails; raises it when there is none. `timeout_s` bounds
+    asynchronous ones, `specactor.rollout.grading` the others."""
     function = _function(name)
     if not callable(function):
         raise DataError(f"got {name!r}, which is a {type(function).__name__}, expected a function. Name another.")
@@ -199,7 +199,7 @@ class _Answer(msgspec.Struct):
 
 
 def remote_verifier(url: str) -> Callable[[str, Problem], Awaitable[float]]:
-    """Raise DataError for what is no address."""
+    """Ask that address. Raises DataError for what is none."""
     try:
         parts = urlsplit(url)
         good = bool(parts.hostname) and parts.port != 0

@@ -69,7 +69,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         return View(self.machine, self.visible)
 
     def gone(self) -> bool:
-        """Return whether a process of this machine has ended."""
+        """Say whether it has ended; for members on this machine."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
         except (FileNotFoundError, ProcessLookupError):
@@ -77,7 +77,6 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tell_launcher(message: str) -> None:
-    """End torchrun's own report with `message`."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):  # the message itself has been printed already
             # Its root cause is the earliest failure in whole seconds; peers end within the same second.

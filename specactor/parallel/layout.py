@@ -41,7 +41,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, model_dir: Path) -> ModelShape:
-        """Raise ConfigError for a folder that is no Hugging Face model."""
+        """Read a folder. Raises ConfigError where it is no Hugging Face model."""
         file = model_dir / "config.json"
         if not file.is_file():
             raise ConfigError.at(
@@ -114,7 +114,7 @@ class Layout:
 
 
 def check(config: Config, world: int, shape: ModelShape) -> Layout:
-    """Raise ConfigError for a layout that cannot run."""
+    """Return the layout. Raises ConfigError for one that cannot run."""
     p = config.parallel
     _check_world(p, world)
     _check_shape(config, shape)

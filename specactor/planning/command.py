@@ -80,7 +80,7 @@ OptionsT = TypeVar("OptionsT", bound=Inputs)
 
 
 def parse(kind: type[OptionsT], prog: str, argv: Sequence[str], *, positive: Sequence[str]) -> OptionsT:
-    """Raise ConfigError for what is wrong; options in `positive` are 1 at least. ``--help`` prints and exits."""
+    """Read a command line. Raises ConfigError; options in `positive` are 1 at least. ``--help`` prints and exits."""
     with one_line_errors(argv, lambda token: f"unknown setting {token}. Those there are: {prog} --help"):
         options = tyro.cli(kind, prog=prog, args=list(argv))
     rule, known = rules_of(options), options.device.lower() in map(str.lower, DEVICES)

@@ -180,7 +180,8 @@ def activations(config: Config, layout: Layout, shape: TransformerShape, tokens:
 
 
 def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
-    """Raise ConfigError for an impossible layout, PlanError for a model of unknown shape."""
+    """Count a recipe's memory per device. Raises ConfigError for an impossible layout, PlanError for a model of unknown
+    shape."""
     layout, shape = _layout(config, ranks)
     speculation = config.rollout.speculation
     held = speculation.in_engines.values() if speculation.mode != "off" else ()

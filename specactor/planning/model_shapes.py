@@ -93,7 +93,7 @@ class TransformerShape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], name: str) -> TransformerShape:
-        """Raise PlanError for a config.json of no such decoder."""
+        """Read a config.json. Raises PlanError for that of no such decoder."""
         experts = config.get("num_experts") or config.get("num_local_experts") or 0
         refused = [key for key in ("kv_lora_rank", "shared_expert_intermediate_size") if config.get(key)]
         mixed = experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1)

@@ -372,7 +372,7 @@ def measure_process(
     on_size: Callable[[int], None] = lambda done: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ProcessCosts:
-    """Raise PlanError when nothing was drafted in time."""
+    """Measure a drafter process. Raises PlanError when nothing was drafted in time."""
     deadline = clock() + limit_s
     turns: list[Point] = []
     drafts: list[Point] = []

@@ -62,7 +62,7 @@ def cells(*, max_requests: int, max_window: int, drafters: Sequence[str]) -> lis
 
 
 def cost_table(measured: Measured, *, model: str, device: str, date: str) -> CostTable:
-    """Raise PlanError for a cell that was not measured."""
+    """Make the table. Raises PlanError for a cell that was not measured."""
     medians = {cell: _median(cell, seconds) for cell, seconds in measured.items() if not cell.held_out}
     verifies = {cell: s for cell, s in medians.items() if not cell.drafter}
     plain = {cell: s for cell, s in verifies.items() if not cell.window}

@@ -264,7 +264,7 @@ DEVICES: Mapping[str, Device] = {
 
 
 def device(name: str) -> Device:
-    """Raise PlanError for an unknown name."""
+    """Find a device by name. Raises PlanError for an unknown one."""
     found = {known.lower(): one for known, one in DEVICES.items()}.get(name.lower())
     if found is None:
         raise PlanError(

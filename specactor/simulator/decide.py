@@ -49,7 +49,7 @@ class Policy:
 
 
 def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
-    """Raise PlanError where there is no plan of the policy's mode."""
+    """Return the fastest plan of the policy's mode. Raises PlanError for none."""
     plans = search(cluster, belief.verifiers, belief.drafters, max_window=policy.max_window)
     if policy.mode != "auto" or policy.placement:
         plans = [plan for plan in plans if plan.mode == (policy.placement or policy.mode)]

@@ -113,7 +113,7 @@ class Engine:
         return gone
 
     def is_due(self) -> bool:
-        """Decide where the batch has changed by an eighth, or it is time to look."""
+        # The batch has changed by an eighth, or it is time to look.
         now, then = len(self.running), self.requests_decided
         return (abs(now - then) + self._new) * 8 >= max(then, 1) or self.rounds - self.rounds_decided >= self._look * (
             1 - 1e-9

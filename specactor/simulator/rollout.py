@@ -167,7 +167,6 @@ class Rollout:
         return self._outcome()
 
     def _parts(self) -> list[list[int]]:
-        """Keep groups together, as real engines do."""
         sampling = SamplingParams(temperature=1.0, max_new_tokens=int(self.requests.lengths.max()))
         all_requests = [
             RolloutRequest(request_id=name, prompt_ids=(), sampling=sampling, seed=0, group_id=group)
@@ -409,7 +408,6 @@ class Run:
 
     @property
     def idle(self) -> float:
-        """Return the share of all device-seconds."""
         devices = self.job.devices
         idle_s = sum(devices * step.rollout_s - step.outcome.busy_device_s for step in self.steps)
         return idle_s / (devices * self.seconds)
