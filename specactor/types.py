@@ -50,7 +50,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """A response is not finished, by whatever engines and in whatever steps."""
+    """The first tokens of an unfinished response, by whatever engines and in whatever steps."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # as of `Trajectory`: each is of the policy that the token was sampled from

@@ -51,7 +51,7 @@ class TransformerShape:
 
     @property
     def mlp_params(self) -> int:
-        return 3 * self.hidden * self.intermediate + self.hidden * self.experts  # or the router
+        return 3 * self.hidden * self.intermediate + self.hidden * self.experts  # one of the two is 0
 
     @property
     def expert_params(self) -> int:
