@@ -81,11 +81,9 @@ class Conversations:
         *,
         timeout_s: float,
         max_prompt_tokens: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin the conversations of `requests`, if their problem has an environment, whose calls get `timeout_s`."""
         self._tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, max_prompt_tokens
-        self._clock = clock
         self._threads: list[threading.Thread] = []
         # by time, since all calls have as long; outdated ones are skipped
         self._deadlines: deque[tuple[float, str]] = deque()
@@ -113,9 +111,9 @@ class Conversations:
     def __exit__(self, *_: object) -> None:
         for name in list(self._open):
             self.drop(name)
-        until = self._clock() + self._timeout_s + GRACE_S
+        until = time.monotonic() + self._timeout_s + GRACE_S
         for thread in self._threads:
-            thread.join(max(0.0, until - self._clock()))
+            thread.join(max(0.0, until - time.monotonic()))
         if self._endpoint is not None:
             self._endpoint.close()
 
@@ -231,7 +229,7 @@ class Conversations:
         if conversation.session is not None:
             return self._take_of_agent(conversation, conversation.session, answer)
         conversation.deadline_s = None
-        conversation.spent_s += self._clock() - conversation.asked_s
+        conversation.spent_s += time.monotonic() - conversation.asked_s
         name, method = conversation.problem.verifier, "step" if conversation.so_far else "start"
         if answer.error is not None:
             why = "no answer in time" if isinstance(answer.error, TimeoutError) else repr(answer.error)
@@ -262,7 +260,7 @@ class Conversations:
         return self._end(conversation, reward=reward, failure=failure)
 
     def _give_time(self, conversation: _Conversation) -> float:
-        now = self._clock()
+        now = time.monotonic()
         conversation.deadline_s = now + self._timeout_s + GRACE_S
         self._deadlines.append((conversation.deadline_s, conversation.request.request_id))
         return now
@@ -273,11 +271,11 @@ class Conversations:
     def wait_s(self) -> float | None:
         while self._deadlines and not self._is_due(*self._deadlines[0]):
             self._deadlines.popleft()
-        return max(0.0, self._deadlines[0][0] - self._clock()) if self._deadlines else None
+        return max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
 
     def overdue(self) -> list[Answer]:
         """Answer for environments that block their threads."""
-        now = self._clock()
+        now = time.monotonic()
         past = [at for at in takewhile(lambda at: at[0] <= now, self._deadlines) if self._is_due(*at)]
         names = dict.fromkeys(name for _, name in past)
         return [Answer(request_id=name, call=self._open[name].call, error=TimeoutError()) for name in names]
@@ -343,7 +341,7 @@ class Conversations:
         self.drop(conversation.request.request_id)
         one = conversation
         if one.session is not None:
-            one.spent_s = self._clock() - one.asked_s
+            one.spent_s = time.monotonic() - one.asked_s
             one.so_far = one.session.whole()
         whole = one.so_far or resume.nothing_of(replace(conversation.request, prompt_ids=()))
         mask = () if all(whole.loss_mask) else whole.loss_mask

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -57,7 +56,6 @@ class Driver:
         conversations: Conversations | None = None,
         refill: Refill | None = None,
         waiting: Waiting | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take engines that are ready. `policy` says when to wake a drafter on an idle engine's device."""
         self.done: dict[str, Trajectory] = {}
@@ -68,7 +66,7 @@ class Driver:
         self._report_tokens = report_tokens if policy or refill or enough_groups is not None else 0
         self._enough, self._refill, self._waiting = enough_groups, refill, waiting
         self.added: list[RolloutRequest] = []  # by `refill` and `waiting`
-        self._borrowed = BorrowedDevices(engines, drafters, policy, clock=clock)
+        self._borrowed = BorrowedDevices(engines, drafters, policy)
         self._running: dict[int, dict[str, RolloutRequest]] = {i: {} for i in range(len(engines))}
         self._emitted: dict[str, int] = {}  # response tokens, of those that reported
         self._rounds = 0  # most tokens that a request has emitted in this rollout
