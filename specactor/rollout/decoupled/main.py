@@ -138,7 +138,6 @@ class Loop:
         hub: Hub,
         *,
         max_tokens: int,
-        max_lanes: int = MAX_LANES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_tokens = max_tokens
@@ -155,7 +154,6 @@ class Loop:
         self._pace = Pace()
         self._continuer = continuer
         self._hub = hub
-        self._max_lanes = max_lanes
         self._clock = clock
 
     def _new_mirrors(self) -> Mirrors:
@@ -211,12 +209,12 @@ class Loop:
         for key in mirrors.forgotten():
             continuer.forget(key)
         self._send(more=self.busy)  # an engine that asks whether anybody is here need not wait for the draft
-        lanes = mirrors.wanted(self._max_lanes, slower=self._pace.is_slower)
+        lanes = mirrors.wanted(MAX_LANES, slower=self._pace.is_slower)
         own = len(lanes)
         branching = continuer if isinstance(continuer, Branching) else None
         began_s = time.perf_counter()  # lanes of branches copy their texts, which is time that they take
         if branching is not None:
-            free = self._pace.free(own, self._max_lanes)
+            free = self._pace.free(own, MAX_LANES)
             branching.wants_seconds = free > 0
             lanes += mirrors.branches(free)
         if lanes:
