@@ -160,18 +160,17 @@ class Conversations:
         if response is None:
             coroutine: Callable[[], Awaitable[object]] = lambda: environment.start(conversation.problem)  # noqa: E731
         else:
-            self._hear(conversation, response)
+            assert conversation.so_far is not None
+            conversation.turn, conversation.so_far = None, resume.heard(conversation.so_far, response)
             text = self._tokenizer.decode(list(response.token_ids), skip_special_tokens=True)
             coroutine = lambda: environment.step(text)  # noqa: E731
         conversation.call += 1
         call, conversation.asked_s = conversation.call, self._give_time(conversation)
-        self._run(conversation, coroutine, self._timeout_s, partial(self._answer, request_id, call, answered))
 
-    @staticmethod
-    def _answer(
-        request_id: str, call: int, answered: Callable[[Answer], None], value: object, error: BaseException | None
-    ) -> None:
-        answered(Answer(request_id=request_id, call=call, value=value, error=error))
+        def ended(value: object, error: BaseException | None) -> None:
+            answered(Answer(request_id=request_id, call=call, value=value, error=error))
+
+        self._run(conversation, coroutine, self._timeout_s, ended)
 
     def _ask_agent(self, conversation: _Conversation, agent: Agent, answered: Callable[[Answer], None]) -> None:
         name, endpoint = conversation.request.request_id, self._endpoint
@@ -293,12 +292,6 @@ class Conversations:
             arguments = (conversation.loop, conversation.environment, self._timeout_s)
             self._threads.append(threading.Thread(target=_close, args=arguments, name="environment", daemon=True))
             self._threads[-1].start()
-
-    def _hear(self, conversation: _Conversation, response: Trajectory) -> None:
-        before = conversation.so_far
-        assert before is not None
-        conversation.turn = None
-        conversation.so_far = resume.heard(before, response)
 
     def _go_on(self, conversation: _Conversation, said: Said) -> RolloutRequest | Trajectory:
         request, so_far = conversation.request, conversation.so_far
