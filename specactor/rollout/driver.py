@@ -180,12 +180,10 @@ class Driver:
         return found
 
     def _send(self, position: int, requests: Sequence[RolloutRequest]) -> None:
-        streamed = [r for r in requests if TURN in r.request_id and self._is_streamed(r)]
+        conversations = self._conversations
+        streamed = [r for r in requests if conversations is not None and conversations.is_streamed(r)]
         self._call(position, [request for request in requests if request not in streamed], self._report_tokens)
         self._call(position, streamed, 1)
-
-    def _is_streamed(self, turn: RolloutRequest) -> bool:
-        return self._conversations is not None and self._conversations.is_streamed(turn)
 
     def _call(self, position: int, requests: Sequence[RolloutRequest], report_tokens: int) -> None:
         if not requests:
