@@ -99,7 +99,10 @@ class RolloutCollector:
         self._num_rollouts = 0  # equal on all ranks
 
     def collect(self, step: int) -> list[ScoredGroup]:
-        """Return the scored groups of the step after `step` finished ones."""
+        """Return the scored groups of the step after `step` finished ones.
+
+        Raises DataError when failures have left none.
+        """
         self.num_failed = self.num_unscored = 0
         if self.config.algorithm.dynamic_sampling != "off":
             groups = self._collect_teaching(step)
@@ -107,6 +110,12 @@ class RolloutCollector:
             groups = self._collect_first(step)
         else:
             groups = self._collect_all(step)
+        if not groups:
+            raise DataError(
+                f"environments and verifiers: {self.num_failed + self.num_unscored} responses of a step failed, and no "
+                f"group is left to learn from; the first: {self._first_failure}. Correct what failed, or raise "
+                "rollout.environment_timeout_s."
+            )
         if isinstance(self.prompts, CurriculumStream):
             for group in groups:
                 self.prompts.learn(group.problem.index, fmean(group.scores))
@@ -116,7 +125,7 @@ class RolloutCollector:
         problems = self.train_data.drawn(self.prompts.take(self.config.rollout.prompts_per_step))
         requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
         trajectories = self._generate_all(requests, problems)
-        return self._not_empty(self._score_groups(problems, trajectories))
+        return self._score_groups(problems, trajectories)
 
     def _collect_teaching(self, step: int) -> list[ScoredGroup]:
         rollout, want = self.config.rollout, self.config.rollout.prompts_per_step
@@ -159,17 +168,7 @@ class RolloutCollector:
             finished=[t for own in of.values() for t in own],
         )
         refill.verdicts.forget()
-        return self._not_empty(groups[:want])
-
-    def _not_empty(self, groups: list[ScoredGroup]) -> list[ScoredGroup]:
-        """Raise DataError when failures have left no group."""
-        if not groups:
-            raise DataError(
-                f"environments and verifiers: {self.num_failed + self.num_unscored} responses of a step failed, and no "
-                f"group is left to learn from; the first: {self._first_failure}. Correct what failed, or raise "
-                "rollout.environment_timeout_s."
-            )
-        return groups
+        return groups[:want]
 
     def _teaches(self, problem: Problem, responses: Sequence[Trajectory]) -> tuple[bool, float]:
         """Return whether to learn from a group, and its mean score."""
@@ -257,7 +256,7 @@ class RolloutCollector:
         groups, self.left = resume.settled([group.after(finished, stopped) for group in groups], want)
         self.open_groups = self._everywhere(self.left) if rollout.partial else []
         of_groups = [self.train_data[group.problem] for group in groups]
-        return self._not_empty(self._score_groups(of_groups, [t for group in groups for t in group.trajectories]))
+        return self._score_groups(of_groups, [t for group in groups for t in group.trajectories])
 
     def _everywhere(self, groups: Sequence[resume.OpenGroup]) -> list[resume.OpenGroup]:
         """Give finished responses to all ranks, since any may resume their groups."""
