@@ -67,15 +67,21 @@ class Mirror:
     def _room(self) -> int:
         return AHEAD * self.window - self.num_ahead
 
-    def lane(self) -> Lane:
-        """Return the lane, valid until the mirror changes."""
+    def lane(self, branch: int | None = None) -> Lane:
+        """Return the lane of the request, or of its branch at a position, valid until the mirror changes."""
+        if branch is None:
+            tokens = self.tokens
+            agreed = self._shown_from + common(self._shown, self.tokens[self._shown_from :])
+        else:
+            tokens, agreed = [*self.tokens[:branch], *self.branches[branch]], branch
         return Lane(
             key=self.key,
             prompt_ids=self.opening.prompt_ids,
-            tokens=self.tokens,
+            tokens=tokens,
             seed=self.opening.seed,
             temperature=self.opening.temperature,
-            agreed=self._shown_from + common(self._shown, self.tokens[self._shown_from :]),
+            agreed=agreed,
+            branch=branch,
         )
 
     def short_branches(self) -> list[tuple[int, int, int]]:
@@ -88,17 +94,6 @@ class Mirror:
             for at, branch in self.branches.items()
             if at < last and len(branch) <= self.window
         ]
-
-    def branch_lane(self, at: int) -> Lane:
-        return Lane(
-            key=self.key,
-            prompt_ids=self.opening.prompt_ids,
-            tokens=[*self.tokens[:at], *self.branches[at]],
-            seed=self.opening.seed,
-            temperature=self.opening.temperature,
-            agreed=at,
-            branch=at,
-        )
 
     def branched(self, at: int, draft: Sequence[int]) -> int:
         if not draft:
@@ -357,7 +352,7 @@ class Mirrors:
         if len(short) > max_lanes:
             short.sort(key=lambda found: found[:2])
             del short[max(0, max_lanes) :]
-        return [mirror.branch_lane(at) for _, _, at, mirror in short]
+        return [mirror.lane(at) for _, _, at, mirror in short]
 
     def extended(
         self, lanes: Sequence[Lane], drafts: Sequence[Sequence[int]], seconds: Sequence[int] | None = None
