@@ -17,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -297,6 +296,9 @@ def serve(connection: socket.socket) -> None:
         with lock:
             connection.sendall(frames.pack(call, answer))
 
+    def score(call: int, number: int, job: Job, timeout_s: float) -> None:
+        tell(call, _scored(number, job, timeout_s))
+
     threads = ThreadPoolExecutor(max_workers=TOGETHER)
     while (frame := frames.read(connection, QUESTIONS)) is not None:
         header, question = frame
@@ -304,14 +306,10 @@ def serve(connection: socket.socket) -> None:
             sys.path[:] = question.path
             tell(header.call, Ready())
         elif len(question.jobs) == 1:  # in the main thread, where a verifier may use signals
-            tell(header.call, _scored(0, question.jobs[0], question.timeout_s))
+            score(header.call, 0, question.jobs[0], question.timeout_s)
         else:
             for number, job in enumerate(question.jobs):
-                threads.submit(_answer, partial(tell, header.call), number, job, question.timeout_s)
-
-
-def _answer(tell: Callable[[Scored], None], number: int, job: Job, timeout_s: float) -> None:
-    tell(_scored(number, job, timeout_s))
+                threads.submit(score, header.call, number, job, question.timeout_s)
 
 
 def _scored(number: int, job: Job, timeout_s: float) -> Scored:
