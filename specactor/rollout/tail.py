@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
@@ -42,8 +42,8 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TailCosts:
-    """Costs in rounds of an engine with one request."""
+class WakeWhereItPays:
+    """Decides whether to wake a drafter. Its costs are in rounds of an engine with one request."""
 
     per_request: float = 0.05  # of a round, per request beyond the first, or per verified row
     margin: float = 0.05  # share of a request's time left that a drafter must save
@@ -53,11 +53,6 @@ class TailCosts:
     max_window: int = 8
     notice_rounds: float = 32.0  # until an engine that found no drafter looks for one again
 
-
-@dataclass(frozen=True, kw_only=True)
-class WakeWhereItPays:
-    costs: TailCosts = field(default_factory=TailCosts)
-
     def engine_to_wake(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> int | None:
         """Return the engine whose drafter is awake soonest, if that pays for some request. PURE. `loads` are of living
         engines, `finished` lengths in tokens.
@@ -66,21 +61,21 @@ class WakeWhereItPays:
         if not wakes:
             return None
         soonest, engine = min(wakes)
-        lengths, costs = Lengths(finished), self.costs
+        lengths = Lengths(finished)
         # One drafter drafts for all requests, so its time is charged for all.
         served = sum(min(len(load.running), load.slots) for load in loads)
 
         @cache
         def faster(requests: int) -> float:
-            return max(1.0, speedup(costs.acceptance, _live_costs(costs, requests, served)))
+            return max(1.0, speedup(self.acceptance, self._live_costs(requests, served)))
 
         pays = any(
             gain_after(
-                soonest + costs.notice_rounds,
+                soonest + self.notice_rounds,
                 lengths.expected_left(request.emitted, request.max_new_tokens),
                 faster(min(len(load.running), load.slots)),
             )
-            > 1.0 + costs.margin
+            > 1.0 + self.margin
             for load in loads
             for request in load.running
         )
@@ -88,16 +83,27 @@ class WakeWhereItPays:
 
     def after(self, counts: Mapping[str, Counts]) -> WakeWhereItPays:
         """Return the next step's policy, given each drafter's counts."""
-        own, believed, first = counts.get(METHOD, Counts()), self.costs.acceptance, self.costs.first_acceptance
+        own, believed, first = counts.get(METHOD, Counts()), self.acceptance, self.first_acceptance
         # a drafter that is believed to be bad is not woken, so nothing of it is seen, though it may have learned
         # since: such a belief goes back to the first one, until the drafter is tried again.
         acceptance = own.acceptance(believed) if own.drafted_at[0] else believed + RETURN_SHARE * (first - believed)
-        return replace(self, costs=replace(self.costs, acceptance=acceptance))
+        return replace(self, acceptance=acceptance)
+
+    def _live_costs(self, requests: int, served: int) -> LiveCosts:
+        rows_W = requests * np.arange(1.0, self.max_window + 2)
+        verify_W = 1.0 + self.per_request * (rows_W - 1.0)
+        step = self.draft_step * (1.0 + self.per_request * (served - 1))
+        return LiveCosts(
+            plain_s=float(verify_W[0]),
+            verify_s=verify_W,
+            coupled_draft_s=None,
+            decoupled_draft_s=step * np.arange(2.0, self.max_window + 2),
+        )
 
 
 def tail_policy(config: Config) -> WakeWhereItPays | None:
     max_window = config.rollout.speculation.max_window
-    return WakeWhereItPays(costs=TailCosts(max_window=max_window)) if config.lends_devices else None
+    return WakeWhereItPays(max_window=max_window) if config.lends_devices else None
 
 
 class Lengths:
@@ -110,18 +116,6 @@ class Lengths:
         longer = len(self._sorted) - bisect_right(self._sorted, emitted)
         mean = self._sums[longer] / longer if longer else float(limit)
         return max(1.0, min(mean, limit) - emitted)
-
-
-def _live_costs(costs: TailCosts, requests: int, served: int) -> LiveCosts:
-    rows_W = requests * np.arange(1.0, costs.max_window + 2)
-    verify_W = 1.0 + costs.per_request * (rows_W - 1.0)
-    step = costs.draft_step * (1.0 + costs.per_request * (served - 1))
-    return LiveCosts(
-        plain_s=float(verify_W[0]),
-        verify_s=verify_W,
-        coupled_draft_s=None,
-        decoupled_draft_s=step * np.arange(2.0, costs.max_window + 2),
-    )
 
 
 class BorrowedDevices:
