@@ -11,7 +11,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from specactor.parallel.devices import gpus, numbers
 from specactor.parallel.failure import Member, View
 from specactor.parallel.layout import ModelShape, engine_owner
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import Address, DrafterAccess, EngineKeys, local_endpoint, make_keys
+from specactor.rollout.decoupled.transport import Address, DrafterAccess, local_endpoint, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
 
 
@@ -51,8 +51,7 @@ class Offer:
     """A rank's message about the drafters that it starts."""
 
     host: View
-    endpoints: dict[str, str] = field(default_factory=dict)  # its drafter's name of each
-    keys: EngineKeys | None = None
+    drafters: tuple[Address, ...] = ()
 
 
 def make_specs(
@@ -253,9 +252,8 @@ def offer(specs: Sequence[DrafterSpec], host: View) -> tuple[list[DrafterSpec], 
     if not specs:
         return [], Offer(host=host)
     engine_keys, drafter_keys = make_keys()
-    endpoints = {spec.endpoint: spec.drafter for spec in specs}
-    message = Offer(host=host, endpoints=endpoints, keys=engine_keys)
-    return [replace(spec, keys=drafter_keys) for spec in specs], message
+    addresses = tuple(Address(endpoint=s.endpoint, keys=engine_keys, drafter=s.drafter) for s in specs)
+    return [replace(spec, keys=drafter_keys) for spec in specs], Offer(host=host, drafters=addresses)
 
 
 def access(config: Config, offers: Sequence[Offer], *, host: View, engine: int) -> DrafterAccess:
@@ -263,11 +261,7 @@ def access(config: Config, offers: Sequence[Offer], *, host: View, engine: int) 
     there = [each for each in offers if each.host == host]
     elsewhere = [each for each in offers if each.host != host and config.parallel.drafter_hosts]
     return DrafterAccess(
-        drafters=tuple(
-            Address(endpoint=endpoint, keys=each.keys, drafter=drafter)
-            for each in there + elsewhere
-            for endpoint, drafter in each.endpoints.items()
-        ),
+        drafters=tuple(address for each in there + elsewhere for address in each.drafters),
         engine=f"engine-{engine}",
         may_be_none=config.lends_devices,
     )
