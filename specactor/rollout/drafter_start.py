@@ -10,7 +10,7 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -334,7 +334,7 @@ def _endpoints(
     seen = collective.gather(meeting.towards(head), str)
     there = [address for view, address in zip(views, seen, strict=True) if address and view != views[collective.rank]]
     address = collective.together("drafter address", lambda: meeting.own_address([head, *there]) if starts else "")
-    return stack.enter_context(Ports(address)).take
+    return stack.enter_context(closing(Ports(address))).take
 
 
 class Ports:
@@ -362,9 +362,3 @@ class Ports:
         for keeper in self._kept:
             keeper.close()
         self._kept.clear()
-
-    def __enter__(self) -> Ports:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
