@@ -197,10 +197,6 @@ class Mirrors:
         self._forgotten: list[Key] = []
 
     @property
-    def num_tokens(self) -> int:
-        return self._reserved
-
-    @property
     def num_wasted(self) -> int:
         return sum(session.wasted for session in self._sessions.values())
 

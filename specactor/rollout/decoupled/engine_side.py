@@ -94,15 +94,6 @@ class Tails:
         self._next = 1
 
     @property
-    def num_requests(self) -> int:
-        return len(self._requests)
-
-    @property
-    def num_tokens(self) -> int:
-        tails = [request.tokens for request in self._requests.values() if request.tokens is not None]
-        return sum(map(len, tails)) // protocol.TOKEN_BYTES
-
-    @property
     def live(self) -> list[int]:
         return [index for index, drafter in enumerate(self._drafters) if drafter.live]
 
