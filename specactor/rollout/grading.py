@@ -38,7 +38,7 @@ START_S = 60.0
 GRACE_S = 1.0  # beyond its time, until the process of a silent verifier is ended
 MAX_HUNG = 8  # in a row, until a verifier is not asked again in this rollout
 TOGETHER = 64  # asynchronous verifiers that are awaited at a time
-_TUPLE = 1  # MessagePack has none, and a scorer may compare with one
+_TUPLE = 1  # extension type: MessagePack has no tuples, and a scorer may compare with one
 
 
 class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):

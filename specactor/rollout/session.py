@@ -320,6 +320,6 @@ def _is_tool(tool: Mapping[str, Any]) -> bool:
 
 
 def _said(message: Mapping[str, Any]) -> _Said:
-    """Return what messages that count as equal share."""
+    """Return what equal messages have in common."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     return (message["role"], message["content"], message.get("tool_call_id"), *calls)

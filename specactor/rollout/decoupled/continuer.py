@@ -23,7 +23,7 @@ class Lane:
     agreed: int  # leading `tokens` that are as in the key's last call; keys and values of later ones may be dropped
     branch: int | None = None
     """Output position from which the lane follows a second choice. Keys and values before are those of the request's
-    own lane; later tokens are shown in every call, and need none kept."""
+    own lane; later ones need not be kept, since their tokens are shown in every call."""
 
 
 @runtime_checkable

@@ -317,7 +317,7 @@ class Tails:
         return records
 
     def tick(self, now_s: float) -> None:
-        """Drop drafters that are silent, after `receive`."""
+        """Drop silent drafters; call it after `receive`."""
         for drafter in self._drafters:
             if drafter.live and drafter.asked_s is not None and now_s - drafter.asked_s > SILENT_S:
                 drafter.live = False

@@ -68,7 +68,7 @@ class Started(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 class Work(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     busy_s: float
-    # (requests, draft tokens, seconds) of the latest turns that others followed at once, whole turns
+    # (requests, draft tokens, seconds) of the latest whole turns that others followed at once
     turns: list[Point] = msgspec.field(default_factory=list)
     spans: list[Span]
     drops: dict[str, int] = {}  # frames, requests and connections that it dropped or refused, by reason

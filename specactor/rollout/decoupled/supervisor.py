@@ -125,7 +125,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return self.started is not None
 
     def hangs(self, limit_s: float) -> bool:
-        """Return whether an answer, or its start, is so late; ask for a sign of life when it is time."""
+        """Return whether an answer, or the start, is late by `limit_s`; ask for a sign of life when it is time."""
         if not self.has_started():
             return time.monotonic() - self._began_s > self.spec.start_timeout_s + limit_s
         if not self.unanswered() and self.heard_s() >= SIGN_EVERY_S:
