@@ -1,7 +1,7 @@
-"""A child process as its owner sees it, an engine or a drafter: started, asked, watched, ended.
+"""A child process, an engine or a drafter, as its owner sees it.
 
-Invariants: sending never waits, and no wait is unbounded; a late answer is not taken for another's; a child that dies,
-or sends no valid frame, is dead at once; after `kill` nothing of it is left; it ends when the owner dies.
+Invariants: sending never waits, other waits are bounded; an answer reaches its own call alone; a child that sends an
+invalid frame is dead; `kill` leaves nothing of it; it ends with its owner.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Answer = TypeVar("Answer")
 
 
 class ChildDied(EngineError):  # noqa: N818  (an event, like StopIteration)
-    """The child is gone."""
+    pass
 
 
 class Call(Generic[Answer]):
-    """One question, and the answers to it as they come. A context: what comes after it is dropped."""
+    """One question and its answers. Answers that come after the context are dropped."""
 
     def __init__(self, child: ChildProcess[Answer], number: int) -> None:
         self._child, self.number = child, number
@@ -48,7 +48,7 @@ class Call(Generic[Answer]):
         self._child.forget(self)
 
     def next(self, timeout_s: float) -> Answer:
-        """The next answer. Raises TimeoutError when there is none in time, and ChildDied."""
+        """Return the next answer. Raises TimeoutError and ChildDied."""
         try:
             answer = self.inbox.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
@@ -70,11 +70,7 @@ class ChildProcess(Generic[Answer]):
         environment: Mapping[str, str],
         log_file: str,
     ) -> None:
-        """Start it, or have the warm starter fork it, and return at once; `wait_ready` tells how it went.
-
-        `run` is ``package.module:function``, which gets the child's end of the socket; `start` is the first message;
-        `name` is as in "engine 3"; `answers` decodes all types that it answers with, `Failed` among them.
-        """
+        """Start it and return at once. `run`, as ``package.module:function``, gets the child's end of the socket."""
         self.name, self.log_file = name, log_file
         self.moved_s = 0.0  # when it last gave an answer that was not the last of its call
         self._answers = answers
@@ -105,7 +101,6 @@ class ChildProcess(Generic[Answer]):
 
     @property
     def pid(self) -> int:
-        """Return the pid of the guard, leader of the session that all its processes are in."""
         return self._process.pid
 
     @property
@@ -113,11 +108,10 @@ class ChildProcess(Generic[Answer]):
         return not self._dead.is_set()
 
     def has_answered_start(self) -> bool:
-        """Return whether `wait_ready` would return or raise at once."""
         return not self._start.inbox.empty()
 
     def wait_ready(self, timeout_s: float) -> Answer:
-        """Return the answer to its start. Else raises EngineError, and nothing of it is left."""
+        """Return the answer to `start`. Raises EngineError after `kill`."""
         try:
             answer = self._start.next(timeout_s)
         except TimeoutError:
@@ -133,7 +127,7 @@ class ChildProcess(Generic[Answer]):
         raise EngineError(self.with_log(reason))
 
     def call(self, message: msgspec.Struct) -> Call[Answer]:
-        """Ask it, and wait for nothing; a dead one has answered that it died."""
+        """Ask without waiting."""
         with self._lock:
             number = self._next_number
             data = frames.pack(number, message)
@@ -146,17 +140,15 @@ class ChildProcess(Generic[Answer]):
         return call
 
     def ask(self, message: msgspec.Struct, timeout_s: float) -> Answer:
-        """Ask it, and return its one answer. Raises TimeoutError, and ChildDied."""
+        """Return the one answer. Raises as `Call.next`."""
         with self.call(message) as call:
             return call.next(timeout_s)
 
     def forget(self, call: Call[Answer]) -> None:
-        """Drop answers to this call that come later."""
         with self._lock:
             self._calls.pop(call.number, None)
 
     def unanswered(self) -> set[int]:
-        """Return the numbers of the calls that have not had their last answer."""
         with self._lock:
             return set(self._unanswered)
 
@@ -164,25 +156,24 @@ class ChildProcess(Generic[Answer]):
         return time.monotonic() - self._heard_s
 
     def silent_s(self) -> float:
-        """Return the seconds of silence since it was asked; 0 if it has answered all."""
+        """Return the seconds of silence since the oldest open question, 0 without one."""
         with self._lock:
             asked_s = min(self._unanswered.values(), default=None)
         return 0.0 if asked_s is None else min(self.heard_s(), time.monotonic() - asked_s)
 
     def reap(self) -> None:
-        """Wait for its end, but no longer than `END_TIMEOUT_S`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_TIMEOUT_S)
 
     def stop(self) -> None:
-        """End it orderly, or else `kill` it. Harmless when it is gone."""
+        """End it orderly, or else `kill` it."""
         if self.alive:
             self._outbox.put(None)  # the end of the stream is its sign to end
             self.reap()
         self.kill()
 
     def kill(self) -> None:
-        """End everything in it at once. Harmless when it is gone."""
+        """End all of it at once; may be called again."""
         for end in (signal.SIGTERM, signal.SIGKILL):  # the guard ends its tree on SIGTERM
             if self._process.poll() is None:
                 self._process.send_signal(end)
@@ -196,7 +187,6 @@ class ChildProcess(Generic[Answer]):
         process_guard.sweep(self.pid)
 
     def with_log(self, what: str) -> str:
-        """Return a sentence about it that begins with its name, and the end of its log."""
         return f"{self.name} {what} The end of its log, {self.log_file}:\n{self.log_tail()}"
 
     def log_tail(self) -> str:
@@ -205,14 +195,12 @@ class ChildProcess(Generic[Answer]):
         return "\n".join(f"  | {line}" for line in lines[-_LOG_TAIL_LINES:])
 
     def _write(self) -> None:
-        """Thread: sends what was asked, until there is nothing more to ask."""
         with contextlib.suppress(OSError):  # it is gone, as the other thread sees
             while (data := self._outbox.get()) is not None:
                 self._connection.sendall(data)
             self._connection.shutdown(socket.SHUT_WR)
 
     def _read(self) -> None:
-        """Thread: hands every answer to its call, until the child is gone."""
         with contextlib.suppress(ProtocolError, OSError):  # the two ends are out of step, or the socket was closed
             while (frame := frames.read(self._connection, self._answers)) is not None:
                 header, answer = frame

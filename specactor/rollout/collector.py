@@ -1,7 +1,6 @@
-"""From prompts to scored groups: what a step learns from.
+"""From prompts to scored groups.
 
-Every rank executes the same lines; a rank's own share (driving its engines, scoring some responses) happens inside
-`Collective.together`, after which all ranks go on with the same values.
+All ranks execute the same lines; what one does alone stands in `Collective.together`.
 """
 
 from __future__ import annotations
@@ -37,32 +36,21 @@ from specactor.trainer.advantages import informative, shape_overlong
 from specactor.types import DrawnProblem, Problem, RolloutRequest, ScoredGroup, Trajectory
 
 PHASES = ("rollout", "reward")
-OF_VERIFIER = re.compile(r"[^:]+: verifier \S+:")
-"""How the failure of a verifier begins: its kind, and whose it is."""
-MAX_DRAWN = 4
-"""Problems that dynamic sampling draws at most, per group that a step wants; then others fill up what is missing."""
+OF_VERIFIER = re.compile(r"[^:]+: verifier \S+:")  # how a verifier's failure begins: its kind, then whose it is
+MAX_DRAWN = 4  # problems that dynamic sampling draws at most, per wanted group
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStats:
-    """What engines and drafter processes did in a rollout: those of one rank, or of all ranks."""
-
-    counts: dict[str, Counts]
-    """What speculation did, per drafter; plain rounds stand under "off"."""
-    figures: Figures
-    """What drafters counted themselves."""
-    drafter_work: list[tuple[float, int]]
-    """Per drafter process, its seconds of drafting, and how many frames, requests and connections it dropped."""
-    drafters_woken: int
-    """Drafter processes that were woken on devices of engines that had run dry."""
-    groups_moved: int
-    """Groups that a rank began in place of another one, whose engines were full."""
-    spans: dict[str, dict[str, list[Span]]]
-    """What happened when, by host and process; clocks of two hosts have nothing to do with each other."""
+    counts: dict[str, Counts]  # per drafter; plain rounds stand under "off"
+    figures: Figures  # what drafters counted themselves
+    drafter_work: list[tuple[float, int]]  # per process: seconds of drafting; frames, requests and connections dropped
+    drafters_woken: int  # on devices of engines that had run dry
+    groups_moved: int  # begun in place of another rank's, whose engines were full
+    spans: dict[str, dict[str, list[Span]]]  # by host and process; hosts' clocks are unrelated
 
     @classmethod
     def total(cls, parts: Sequence[RolloutStats]) -> RolloutStats:
-        """Add up the stats of several ranks; the hosts keep the order in which they come."""
         spans: dict[str, dict[str, list[Span]]] = {}
         for part in parts:
             for host, processes in part.spans.items():
@@ -79,8 +67,6 @@ class RolloutStats:
 
 @dataclass(eq=False)
 class RolloutCollector:
-    """The engines and drafters of all ranks, the prompts, and the groups that go on in the next step."""
-
     config: Config
     _: KW_ONLY
     pool: EnginePool
@@ -91,12 +77,9 @@ class RolloutCollector:
     train_data: Dataset
     eval_data: Mapping[str, Dataset]
     progress: Progress
-    host: str
-    """Name of this rank's host."""
-    max_prompt_tokens: int
-    """Longest prompt that an environment may start with."""
-    replace_lost: Callable[[], object]
-    """It starts lost engines again, with the policy's weights; called on all ranks together."""
+    host: str  # this rank's
+    max_prompt_tokens: int  # of an environment's first prompt
+    replace_lost: Callable[[], object]  # collective; new engines get the policy's weights
 
     def __post_init__(self) -> None:
         config, data = self.config, self.train_data
@@ -107,20 +90,19 @@ class RolloutCollector:
         self.prompts: PromptStream | MixedStream | CurriculumStream = stream
         if config.data.order == "curriculum":
             self.prompts = CurriculumStream(stream, config.seed, sizes=data.sizes)
-        self.open_groups: list[resume.OpenGroup] = []
-        """Groups that go on in the next step; equal on all ranks."""
-        self.left: list[resume.OpenGroup] = []
-        """Groups that the last step began and did not learn from."""
-        self.num_failed = self.num_unscored = 0
-        """Conversations of the last step that failed, and responses whose verifier did."""
+        self.open_groups: list[resume.OpenGroup] = []  # go on in the next step; equal on all ranks
+        self.left: list[resume.OpenGroup] = []  # begun in the last step, and not learned from
+        self.num_failed = self.num_unscored = 0  # of the last step: conversations, and responses whose verifier failed
         self._first_failure = ""
-        self._warned: set[str] = set()
-        """Verifiers, and the kinds of failures, that were told of."""
+        self._warned: set[str] = set()  # verifiers' kinds of failures that were reported
         self._drafters_woken = self._groups_moved = 0
         self._num_rollouts = 0  # equal on all ranks
 
     def collect(self, step: int) -> list[ScoredGroup]:
-        """Return `rollout.prompts_per_step` scored groups for the step after `step` finished ones."""
+        """Return the scored groups of the step after `step` finished ones.
+
+        Raises DataError when failures have left none.
+        """
         self.num_failed = self.num_unscored = 0
         if self.config.algorithm.dynamic_sampling != "off":
             groups = self._collect_teaching(step)
@@ -128,20 +110,24 @@ class RolloutCollector:
             groups = self._collect_first(step)
         else:
             groups = self._collect_all(step)
+        if not groups:
+            raise DataError(
+                f"environments and verifiers: {self.num_failed + self.num_unscored} responses of a step failed, and no "
+                f"group is left to learn from; the first: {self._first_failure}. Correct what failed, or raise "
+                "rollout.environment_timeout_s."
+            )
         if isinstance(self.prompts, CurriculumStream):
             for group in groups:
                 self.prompts.learn(group.problem.index, fmean(group.scores))
         return groups
 
     def _collect_all(self, step: int) -> list[ScoredGroup]:
-        """Return the groups of the next problems."""
         problems = self.train_data.drawn(self.prompts.take(self.config.rollout.prompts_per_step))
         requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
         trajectories = self._generate_all(requests, problems)
-        return self._not_empty(self._score_groups(problems, trajectories))
+        return self._score_groups(problems, trajectories)
 
     def _collect_teaching(self, step: int) -> list[ScoredGroup]:
-        """Return the groups that something is learned from; others are replaced while the rollout goes on."""
         rollout, want = self.config.rollout, self.config.rollout.prompts_per_step
         begin, drawn = self.prompts.state(), list[DrawnProblem]()
         ahead = resume.num_in_flight(want, rollout.oversample)
@@ -182,21 +168,10 @@ class RolloutCollector:
             finished=[t for own in of.values() for t in own],
         )
         refill.verdicts.forget()
-        return self._not_empty(groups[:want])
-
-    def _not_empty(self, groups: list[ScoredGroup]) -> list[ScoredGroup]:
-        """Return the groups. Raises DataError when environments and verifiers have left none to learn from."""
-        if not groups:
-            raise DataError(
-                f"environments and verifiers: {self.num_failed + self.num_unscored} responses of a step failed, and no "
-                f"group is left to learn from; the first: {self._first_failure}. Correct what failed, or raise "
-                "rollout.environment_timeout_s."
-            )
-        return groups
+        return groups[:want]
 
     def _teaches(self, problem: Problem, responses: Sequence[Trajectory]) -> tuple[bool, float]:
-        """Return whether something is learned from a group, as the rank has it whose engine generated it, and the mean
-        of its scores."""
+        """Return whether to learn from a group, and its mean score."""
         responses = sorted(responses, key=lambda t: int(t.request_id.rpartition(".")[2]))
         group = self._group(problem, [self.grading.scored(t) for t in responses])
         if group is None:
@@ -205,7 +180,7 @@ class RolloutCollector:
         return hooks.keeps(name, group) if ":" in name else informative(group.rewards), fmean(group.scores)
 
     def collect_again(self, step: int, alone: Sequence[str]) -> list[ScoredGroup]:
-        """Return groups ("3") or responses ("3.1") of the step after `step` finished ones, each generated alone."""
+        """Return groups ("3") or responses ("3.1") of a step, each generated alone."""
         problems = self.train_data.drawn(self.prompts.take(self.config.rollout.prompts_per_step))
         requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
         found: list[ScoredGroup] = []
@@ -219,7 +194,6 @@ class RolloutCollector:
         return found
 
     def evaluate(self) -> dict[str, list[ScoredGroup]]:
-        """Return the policy's responses to the held-out problems, by set; one greedy response each, or more."""
         found = {name: self._evaluated(data[: self.config.eval.problems]) for name, data in self.eval_data.items()}
         with self.progress.phase("eval"):
             self.take_stats()  # the next step counts from here
@@ -246,11 +220,7 @@ class RolloutCollector:
         return samples.whole(groups, wanted=self.collective.rank == 0)  # which writes them
 
     def take_stats(self, *, trace: bool = False) -> RolloutStats:
-        """Return what happened since the last call, equal on all ranks; tell what is wrong with drafters.
-
-        Args:
-            trace: whether to record spans from now on.
-        """
+        """Return all ranks' stats since the last call; `trace`: record spans from now on."""
         own = self.collective.together("stats", partial(self._own_stats, trace))
         stats = RolloutStats.total(self.collective.gather(own, RolloutStats))
         self.progress.drafter_problems(stats.counts)
@@ -272,7 +242,7 @@ class RolloutCollector:
         )
 
     def _collect_first(self, step: int) -> list[ScoredGroup]:
-        """Return the groups that are complete first, of more than are wanted; drop the others, or keep them open."""
+        """Return the groups that are complete first; drop the others, or keep them open."""
         rollout, want = self.config.rollout, self.config.rollout.prompts_per_step
         num_fresh = resume.num_in_flight(want, rollout.oversample) - len(self.open_groups)
         problems = self.train_data.drawn(self.prompts.take(num_fresh))
@@ -286,10 +256,10 @@ class RolloutCollector:
         groups, self.left = resume.settled([group.after(finished, stopped) for group in groups], want)
         self.open_groups = self._everywhere(self.left) if rollout.partial else []
         of_groups = [self.train_data[group.problem] for group in groups]
-        return self._not_empty(self._score_groups(of_groups, [t for group in groups for t in group.trajectories]))
+        return self._score_groups(of_groups, [t for group in groups for t in group.trajectories])
 
     def _everywhere(self, groups: Sequence[resume.OpenGroup]) -> list[resume.OpenGroup]:
-        """Return the groups with all that finished on every rank: another one's engine may go on with them."""
+        """Give finished responses to all ranks, since any may resume their groups."""
         flat = [response for group in groups for response in group.finished.values()]
         found = iter(samples.fetch(flat, range(len(flat)), samples.OF_RESPONSE))
         return [replace(group, finished={name: next(found) for name in group.finished}) for group in groups]
@@ -297,7 +267,6 @@ class RolloutCollector:
     def _generate_all(
         self, requests: Sequence[RolloutRequest], problems: Sequence[Problem], *, phases: tuple[str, str] = PHASES
     ) -> list[Trajectory]:
-        """Return all responses, in the order of the requests; each problem has as many. See `_generate`."""
         size = len(requests) // len(problems)
         finished, _ = self._generate(requests, [problem for problem in problems for _ in range(size)], phases=phases)
         return [finished[request.request_id] for request in requests]
@@ -311,14 +280,10 @@ class RolloutCollector:
         refill: Refill | None = None,
         phases: tuple[str, str] = PHASES,
     ) -> tuple[dict[str, Trajectory], dict[str, RolloutRequest]]:
-        """Return finished responses and stopped requests, by id, on every rank; the tokens of responses stay on the
-        rank whose engine gave them (`specactor.samples`). Replace lost engines on the way.
+        """Return finished responses and stopped requests on every rank; tokens stay on one (`specactor.samples`).
 
         Args:
-            problems: one per request.
-            enough: requests are stopped when this many groups of this rank are complete; None stops none.
-            refill: gives further requests.
-            phases: of generating, and of waiting for verifiers, which score responses as they come.
+            enough: complete groups of this rank at which to stop.
         """
         of = {request.request_id: problem for request, problem in zip(requests, problems, strict=True)}
         self._num_rollouts += 1
@@ -355,7 +320,6 @@ class RolloutCollector:
         return by_id, {r.request_id: r for r in chain(*self.collective.gather(stopped, list[RolloutRequest]))}
 
     def _held_back(self, requests: Sequence[RolloutRequest]) -> Waiting:
-        """Return what waits until engines have room."""
         slots, prefix = self.config.rollout.engine.max_running_requests, f"waiting/{self._num_rollouts}"
         lists = held_back(requests, engines=self.config.parallel.engines, slots=slots)
         own = {engine.index for engine in self.pool.engines}
@@ -370,7 +334,6 @@ class RolloutCollector:
         refill: Refill | None,
         waiting: Waiting,
     ) -> tuple[list[Trajectory], list[RolloutRequest]]:
-        """Generate, with new engines in place of those that are lost; return what finished, and what was stopped."""
         finished: list[Trajectory] = []
         stopped: list[RolloutRequest] = []
         missing = Counter(request.group_id for request in pending)
@@ -399,7 +362,7 @@ class RolloutCollector:
                 refill.attempt += 1
 
     def _leaving(self, generate: Callable[[], RolloutOutcome], refill: Refill | None) -> RolloutOutcome:
-        """Generate; where this rank cannot go on alone, let others not wait for what it may find."""
+        """Generate, and tell the other ranks when this one cannot go on alone."""
         try:
             outcome = generate()
         except BaseException:
@@ -417,13 +380,10 @@ class RolloutCollector:
         *,
         finished: Sequence[Trajectory] | None = None,
     ) -> list[ScoredGroup]:
-        """Shape the scores into rewards; groups keep the order of the problems.
-
-        A response whose environment or verifier failed is left out of its group, whose advantages are those of the
-        others; a group with fewer than two others is left out.
+        """Shape scores into rewards, without failed responses, and without groups that have fewer than two others.
 
         Args:
-            finished: with those of groups that were replaced, whose failures are told too.
+            finished: the responses whose failures are reported.
         """
         size = len(trajectories) // len(problems)
         cuts = [slice(i * size, (i + 1) * size) for i in range(len(problems))]
@@ -433,7 +393,7 @@ class RolloutCollector:
         return [group for group in found if group is not None]
 
     def _group(self, problem: Problem, trajectories: Sequence[Trajectory]) -> ScoredGroup | None:
-        """Return the group without what failed; None where nothing is left to compare."""
+        """Return the group without failures; None where nothing is left to compare."""
         a, limit = self.config.algorithm, self.config.rollout.max_new_tokens
         kept = [(t, t.reward or 0.0) for t in trajectories if not t.failure]
         if len(kept) < len(trajectories) and len(kept) < 2:
@@ -462,7 +422,6 @@ class RolloutCollector:
             )
 
     def state(self) -> dict[str, object]:
-        """Return what a checkpoint keeps: the position in the prompts, and the open groups."""
         state: dict[str, object] = {"prompts": self.prompts.state()}
         if self.config.rollout.partial:
             state["open_groups"] = resume.state(self.open_groups)
@@ -477,12 +436,11 @@ class RolloutCollector:
 
 
 def _scored(finished: Mapping[str, Trajectory]) -> dict[str, Trajectory]:
-    """Return the responses in arrays; what an earlier version has not scored is generated again."""
+    """Drop the unscored responses of an earlier version, which are generated again."""
     return {name: samples.packed(t) for name, t in finished.items() if t.reward is not None}
 
 
 def _check_ends(responses: Iterable[Trajectory]) -> None:
-    """Raises EngineError for a response that its engine has not finished."""
     cut = next((t for t in responses if t.finish_reason == "abort"), None)
     if cut is not None:
         raise EngineError(

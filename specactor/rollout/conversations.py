@@ -1,12 +1,10 @@
-"""Conversations of the policy with environments and agents: what happens between two of its turns.
+"""Conversations of the policy with environments and agents.
 
-A turn is a request whose prompt is the whole conversation so far: token in, token out, and since noise is keyed by
-(seed, position), with the conversation's seed and positions in the whole of it, no token depends on where a turn was
-cut, or on which engine goes on.
+A turn is a request whose prompt is the conversation so far, token in, token out. Noise is keyed by the conversation's
+seed and positions, so no token depends on where turns are cut, or on engines.
 
-Invariants: a conversation holds the tokens that were sampled, one by one, and what was said in between; an environment
-has one call at a time, which ends within its time or is given up; a conversation that failed says why; when it is over
-nothing of it is left but, where an environment blocks its thread, that thread, which ends with the process.
+Invariants: a conversation holds the sampled tokens and what was said between; an environment has one call at a time,
+which ends in time or is given up; a failure says why; nothing is left but a thread that an environment blocks.
 """
 
 from __future__ import annotations
@@ -35,17 +33,14 @@ from specactor.rollout.endpoint import Call, Endpoint
 from specactor.rollout.session import TURN, Parse, Session
 from specactor.types import Problem, RolloutRequest, Trajectory
 
-GRACE_S = 1.0
-"""Beyond its time, until a call that does not heed its cancellation is given up."""
-FILES_OF_LOOP, FREE_FILES = 3, 1024
-"""Open files of an event loop, and for everything else."""
-MAX_CHARACTERS_PER_TOKEN = 64
-"""A longer observation, for the tokens that are left, is not even put into tokens."""
+GRACE_S = 1.0  # beyond its time, until a call that ignores its cancellation is given up
+FILES_OF_LOOP, FREE_FILES = 3, 1024  # open files: of an event loop, and for everything else
+MAX_CHARACTERS_PER_TOKEN = 64  # longer observations, for the tokens that are left, are not even tokenized
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What became of one call of an environment; of an agent, that there is news."""
+    """The outcome of an environment's call; for an agent, that there is news."""
 
     request_id: str
     call: int = 0
@@ -55,37 +50,28 @@ class Answer:
 
 @dataclass(kw_only=True)
 class _Conversation:
-    request: RolloutRequest
-    """As it was asked for."""
+    request: RolloutRequest  # as it was asked for
     problem: Problem
     environment: Environment | Agent
-    session: Session | None = None
-    """Of an agent."""
-    calls: queue.SimpleQueue[Call] = field(default_factory=queue.SimpleQueue)
-    """Of an agent, that nobody has seen."""
-    result: Answer | None = None
-    """Of an agent that has ended."""
+    session: Session | None = None  # of an agent
+    calls: queue.SimpleQueue[Call] = field(default_factory=queue.SimpleQueue)  # an agent's, not yet taken
+    result: Answer | None = None  # of an agent that has ended
     answered: Callable[[Answer], None] = lambda answer: None
     key: str = ""
-    so_far: Trajectory | None = None
-    """None: the environment has not started."""
-    turn: RolloutRequest | None = None
-    """What an engine is to generate next, or generates."""
+    so_far: Trajectory | None = None  # None: the environment has not started
+    turn: RolloutRequest | None = None  # what an engine is to generate, or generates
     loop: asyncio.AbstractEventLoop | None = None
     call: int = 0
     asked_s: float = 0.0
-    deadline_s: float | None = None
-    """Of the call under way."""
+    deadline_s: float | None = None  # of the call under way
     spent_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
-    busy: bool = False
-    """Whether a thread has the loop."""
-    abandoned: bool = False
-    """The thread that has the loop is to close it."""
+    busy: bool = False  # a thread has the loop
+    abandoned: bool = False  # the thread that has the loop is to close it
 
 
 class Conversations:
-    """Of one rank and one rollout, over deaths of engines. All methods are called from one thread."""
+    """Those of one rank and rollout. All methods are called from one thread."""
 
     def __init__(
         self,
@@ -95,25 +81,17 @@ class Conversations:
         *,
         timeout_s: float,
         max_prompt_tokens: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            requests: those to problems without an environment are passed over.
-            problems: one per request.
-            timeout_s: longest that one call of an environment may take.
-        """
+        """Begin the conversations of `requests`, if their problem has an environment, whose calls get `timeout_s`."""
         self._tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, max_prompt_tokens
-        self._clock = clock
         self._threads: list[threading.Thread] = []
+        # by time, since all calls have as long; outdated ones are skipped
         self._deadlines: deque[tuple[float, str]] = deque()
-        """In the order of time, since all calls have as long; one that its conversation has no more says nothing."""
         self._endpoint: Endpoint | None = None
         self._open: dict[str, _Conversation] = {}
         self.add(requests, problems)
 
     def add(self, requests: Sequence[RolloutRequest], problems: Sequence[Problem]) -> None:
-        """As when they were made."""
         for request, problem in zip(requests, problems, strict=True):
             if (found := environment_of(problem.verifier)) is None:
                 continue
@@ -131,12 +109,11 @@ class Conversations:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """What is not over is dropped; environments get their time to clean up."""
         for name in list(self._open):
             self.drop(name)
-        until = self._clock() + self._timeout_s + GRACE_S
+        until = time.monotonic() + self._timeout_s + GRACE_S
         for thread in self._threads:
-            thread.join(max(0.0, until - self._clock()))
+            thread.join(max(0.0, until - time.monotonic()))
         if self._endpoint is not None:
             self._endpoint.close()
 
@@ -147,7 +124,7 @@ class Conversations:
         return len(self._open)
 
     def turns(self, request_id: str) -> list[RolloutRequest]:
-        """Those that engines are to generate; without any, the environment is to be asked first."""
+        """Return the turns to generate; without any, the environment is to be asked."""
         one = self._open[request_id]
         return one.session.turns if one.session is not None else [one.turn] if one.turn is not None else []
 
@@ -155,29 +132,25 @@ class Conversations:
         return self._open[request_id].session is not None
 
     def is_streamed(self, turn: RolloutRequest) -> bool:
-        """Whether an agent wants to hear of the turn before it has ended."""
         session = self._session(turn.request_id)
         return session is not None and session.is_streamed(turn.request_id)
 
     def hear_so_far(self, so_far: Trajectory) -> None:
-        """Pass on what there is of an agent's turn."""
         if (session := self._session(so_far.request_id)) is not None:
             session.hear_so_far(so_far)
 
     def hear(self, response: Trajectory, parse: Parse) -> None:
-        """Answer an agent; its time runs again when all of its calls are answered."""
         if (session := self._session(response.request_id)) is not None:
             session.hear(response, parse)
             if not session.turns:
                 self._give_time(self._open[response.request_id.partition(TURN)[0]])
 
     def _session(self, turn_id: str) -> Session | None:
-        """Of a turn, unless it is over, or the turn is of no agent."""
         name, is_agents, _ = turn_id.partition(TURN)
         return self._open[name].session if is_agents and name in self._open else None
 
     def ask(self, request_id: str, response: Trajectory | None, answered: Callable[[Answer], None]) -> None:
-        """Tell the environment of a response, or to start; `answered` is called in another thread, for `take`."""
+        """Give the environment a response, or start it; `answered` is called in another thread."""
         conversation = self._open[request_id]
         environment = conversation.environment
         if conversation.session is not None:
@@ -187,21 +160,19 @@ class Conversations:
         if response is None:
             coroutine: Callable[[], Awaitable[object]] = lambda: environment.start(conversation.problem)  # noqa: E731
         else:
-            self._hear(conversation, response)
+            assert conversation.so_far is not None
+            conversation.turn, conversation.so_far = None, resume.heard(conversation.so_far, response)
             text = self._tokenizer.decode(list(response.token_ids), skip_special_tokens=True)
             coroutine = lambda: environment.step(text)  # noqa: E731
         conversation.call += 1
         call, conversation.asked_s = conversation.call, self._give_time(conversation)
-        self._run(conversation, coroutine, self._timeout_s, partial(self._answer, request_id, call, answered))
 
-    @staticmethod
-    def _answer(
-        request_id: str, call: int, answered: Callable[[Answer], None], value: object, error: BaseException | None
-    ) -> None:
-        answered(Answer(request_id=request_id, call=call, value=value, error=error))
+        def ended(value: object, error: BaseException | None) -> None:
+            answered(Answer(request_id=request_id, call=call, value=value, error=error))
+
+        self._run(conversation, coroutine, self._timeout_s, ended)
 
     def _ask_agent(self, conversation: _Conversation, agent: Agent, answered: Callable[[Answer], None]) -> None:
-        """Let the agent begin, or tell of what it has done since it was last asked."""
         name, endpoint = conversation.request.request_id, self._endpoint
         assert endpoint is not None
         conversation.answered = answered
@@ -229,7 +200,6 @@ class Conversations:
         timeout_s: float | None,
         ended: Callable[[object, BaseException | None], None],
     ) -> None:
-        """Run the coroutine in a thread of its own; `ended` is called there."""
         conversation.busy = True
 
         def work() -> None:
@@ -248,10 +218,9 @@ class Conversations:
         threading.Thread(target=work, name="environment", daemon=True).start()
 
     def take(self, answer: Answer) -> RolloutRequest | list[RolloutRequest] | Trajectory | None:
-        """The next turn, or the whole conversation; of an agent, the turns that it asks for. None: the call had been
-        given up.
+        """Return the next turn, an agent's turns, or the whole conversation; None for a call that was given up.
 
-        Raises DataError for what no environment may return.
+        Raises DataError for an answer that no environment may give.
         """
         conversation = self._open.get(answer.request_id)
         if conversation is None or conversation.call != answer.call:
@@ -259,7 +228,7 @@ class Conversations:
         if conversation.session is not None:
             return self._take_of_agent(conversation, conversation.session, answer)
         conversation.deadline_s = None
-        conversation.spent_s += self._clock() - conversation.asked_s
+        conversation.spent_s += time.monotonic() - conversation.asked_s
         name, method = conversation.problem.verifier, "step" if conversation.so_far else "start"
         if answer.error is not None:
             why = "no answer in time" if isinstance(answer.error, TimeoutError) else repr(answer.error)
@@ -272,7 +241,6 @@ class Conversations:
     def _take_of_agent(
         self, conversation: _Conversation, session: Session, answer: Answer
     ) -> list[RolloutRequest] | Trajectory:
-        """As `take`."""
         turns: list[RolloutRequest] = []
         while not conversation.calls.empty():
             turns += session.ask(conversation.calls.get())
@@ -291,8 +259,7 @@ class Conversations:
         return self._end(conversation, reward=reward, failure=failure)
 
     def _give_time(self, conversation: _Conversation) -> float:
-        """Return the time, which is that of a call that begins now."""
-        now = self._clock()
+        now = time.monotonic()
         conversation.deadline_s = now + self._timeout_s + GRACE_S
         self._deadlines.append((conversation.deadline_s, conversation.request.request_id))
         return now
@@ -301,20 +268,18 @@ class Conversations:
         return name in self._open and self._open[name].deadline_s == deadline_s
 
     def wait_s(self) -> float | None:
-        """Until a call is overdue, if one is under way."""
         while self._deadlines and not self._is_due(*self._deadlines[0]):
             self._deadlines.popleft()
-        return max(0.0, self._deadlines[0][0] - self._clock()) if self._deadlines else None
+        return max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
 
     def overdue(self) -> list[Answer]:
-        """In the name of calls whose environments block their threads."""
-        now = self._clock()
+        """Answer for environments that block their threads."""
+        now = time.monotonic()
         past = [at for at in takewhile(lambda at: at[0] <= now, self._deadlines) if self._is_due(*at)]
         names = dict.fromkeys(name for _, name in past)
         return [Answer(request_id=name, call=self._open[name].call, error=TimeoutError()) for name in names]
 
     def drop(self, request_id: str) -> None:
-        """The conversation is over, whatever its environment is doing."""
         conversation = self._open.pop(request_id)
         if conversation.session is not None and self._endpoint is not None:
             self._endpoint.forget(conversation.key)
@@ -328,15 +293,7 @@ class Conversations:
             self._threads.append(threading.Thread(target=_close, args=arguments, name="environment", daemon=True))
             self._threads[-1].start()
 
-    def _hear(self, conversation: _Conversation, response: Trajectory) -> None:
-        """Append what was sampled."""
-        before = conversation.so_far
-        assert before is not None
-        conversation.turn = None
-        conversation.so_far = resume.heard(before, response)
-
     def _go_on(self, conversation: _Conversation, said: Said) -> RolloutRequest | Trajectory:
-        """Append what the environment said, and make the next turn of it, if there is room for one."""
         request, so_far = conversation.request, conversation.so_far
         if so_far is None:
             ids = self._first(conversation, said)
@@ -364,7 +321,7 @@ class Conversations:
         return conversation.turn
 
     def _first(self, conversation: _Conversation, said: Said) -> tuple[int, ...]:
-        """Tokens of the prompt. Raises DataError when there are too many, or none."""
+        """Return the prompt. Raises DataError."""
         ids, problem = chat.prompt_ids(self._tokenizer, said), conversation.problem
         if not 1 <= len(ids) <= self._longest:
             raise DataError(
@@ -377,7 +334,7 @@ class Conversations:
         self.drop(conversation.request.request_id)
         one = conversation
         if one.session is not None:
-            one.spent_s = self._clock() - one.asked_s
+            one.spent_s = time.monotonic() - one.asked_s
             one.so_far = one.session.whole()
         whole = one.so_far or resume.nothing_of(replace(conversation.request, prompt_ids=()))
         mask = () if all(whole.loss_mask) else whole.loss_mask
@@ -391,7 +348,7 @@ class Conversations:
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """Whether the endpoint's refusal of a call has ended an agent; each HTTP client has its own error for it."""
+    """Return whether the endpoint's refusal ended an agent; each HTTP client has its own error for it."""
     left, seen = [error], list[int]()
     while left:
         if (one := left.pop()) is None or id(one) in seen:
@@ -413,10 +370,9 @@ async def _bounded(coroutine: Callable[[], Awaitable[object]], timeout_s: float 
 
 
 class _Tasks(weakref.WeakSet["asyncio.Task[Any]"]):
-    """Those of one loop. `asyncio.all_tasks` looks through the tasks of all loops, which are as many as sessions."""
+    """The tasks of one loop, since `asyncio.all_tasks` looks through those of all loops."""
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        """As a task factory."""
         self.add(task := asyncio.Task(coroutine, loop=loop, **options))
         return task
 
@@ -428,14 +384,12 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 def _cancel(loop: asyncio.AbstractEventLoop) -> list[asyncio.Task[Any]]:
-    """Return the tasks that are to end now."""
     own = loop.get_task_factory()
     tasks = own if isinstance(own, _Tasks) else asyncio.all_tasks(loop)  # an environment may have set its own
     return [task for task in tasks if task.cancel()]
 
 
 def _close(loop: asyncio.AbstractEventLoop, environment: Environment | Agent, timeout_s: float) -> None:
-    """Let the environment clean up, and end what it has left running."""
     with contextlib.suppress(BaseException):  # code of others; the conversation is over, whatever it does
         if close := getattr(environment, "close", None):
             loop.run_until_complete(_bounded(close, timeout_s))

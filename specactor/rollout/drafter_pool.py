@@ -1,9 +1,9 @@
-"""The drafter processes of one host: started together, replaced on the side when they die or hang, stopped together.
+"""The drafter processes of one host.
 
-Those with `DrafterSpec.engine` sleep, and may be woken while that engine has nothing to do.
+Those with `DrafterSpec.engine` sleep, and may be woken while that engine is idle.
 
-Invariants: after `rollout` those sleep or are gone; they are started again only while their engine has nothing to do;
-after `stop` nothing of any drafter is left.
+Invariants: after `rollout` those sleep or are gone; they restart only while their engine is idle; `stop` leaves
+nothing.
 """
 
 from __future__ import annotations
@@ -28,18 +28,15 @@ PAUSE_S = 0.5
 SLEEP_TIMEOUT_S = 10.0  # longest wait for all that were woken to sleep, after a batch; others are ended
 ANSWER_S = 1.0  # of that, what each may take to say that it sleeps, also after others were waited for
 PUSH_LIMIT_S = 10.0  # longest wait for all to take new weights: one that hangs holds the run no longer
+# answers wait for a batch: seconds where many prompts are read; the first batch may also build kernels
 SILENT_LIMIT_S = 60.0
-"""What is asked is answered between two batches, which take seconds where many prompts are read; the first batch of all
-may also make kernels."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class DrafterPool:
-    """The drafters of one host. It may be empty: then every method does nothing."""
-
     def __init__(self, specs: Sequence[DrafterSpec], *, on_gpus: bool = False) -> None:
-        """Start all at once; they do not listen before `wait_ready`. `on_gpus`: starting one takes of a GPU."""
+        """Start all. `on_gpus`: starting one takes GPU memory."""
         self._on_gpus = on_gpus
         self._lock = threading.Lock()
         self._ending = threading.Event()
@@ -47,8 +44,7 @@ class DrafterPool:
         self.restarts = 0
         self._deaths = [0] * len(specs)
         self._late = [0] * len(specs)  # ends of rollouts in a row that found it late, and ended it
-        self._gone_s: list[float | None] = [None] * len(specs)
-        """When a drafter was found dead, or ended, that is to be started again."""
+        self._gone_s: list[float | None] = [None] * len(specs)  # when one that is to be restarted died or was ended
         self._free: set[int] = set()  # engines that have nothing to do, in a rollout
         self.drafters: list[DrafterProcess] = []
         try:
@@ -65,7 +61,7 @@ class DrafterPool:
         self.stop()
 
     def wait_ready(self) -> None:
-        """Wait until all listen, and watch them from then on. Raises EngineError, and stops all, when one does not."""
+        """Wait until all listen; then watch them. Raises EngineError."""
         try:
             for drafter in self.drafters:
                 drafter.wait_ready()
@@ -77,19 +73,17 @@ class DrafterPool:
             self._watcher.start()
 
     def work(self, *, trace: bool = False) -> dict[str, Work]:
-        """Return what each drafter that answers did since the last call; `trace`: record spans from now on."""
+        """Return the work since the last call; `trace`: record spans from now on."""
         with self._lock:
             each = {f"drafter {d.spec.index}": d.work(trace=trace) for d in self.drafters if d.alive}
         return {name: work for name, work in each.items() if work is not None}
 
     def want(self, version: int) -> bool:
-        """Return whether any of them drafts with older weights, and could take these."""
         with self._lock:
             return any(drafter.wants(version) for drafter in self._learning())
 
     def renew(self, weights: DraftWeights) -> tuple[list[str], float]:
-        """Bring new weights to those that draft with older ones, all at once, and wait for `PUSH_LIMIT_S` at most.
-        Returns the reasons of those that did not take them, and the seconds until the last answer."""
+        """Push newer weights; return the failures, and the seconds until the last answer."""
         began_s = time.monotonic()
 
         def bring(drafter: DrafterProcess) -> tuple[str, float]:
@@ -103,13 +97,11 @@ class DrafterPool:
         return [problem for problem, _ in said if problem], answered_s
 
     def oldest_version(self) -> int | None:
-        """Return the oldest version of the weights that running drafters draft with."""
         with self._lock:
             return min((drafter.version for drafter in self._learning() if drafter.alive), default=None)
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:
-        """Lend engines' devices to drafters meanwhile; afterwards they are the trainer's."""
         try:
             yield
         finally:
@@ -120,24 +112,22 @@ class DrafterPool:
             return any(drafter.awake and drafter.alive for drafter in self.drafters if drafter.spec.engine is not None)
 
     def free(self, engine: int) -> None:
-        """Note that the engine has nothing to do, until `sleep` or the end of the rollout. Waits for nothing."""
         with self._lock:
             self._free.add(engine)
 
     def wake_s(self, engine: int) -> float | None:
-        """Return the seconds of waking the drafter on that engine's device; None: there is none that sleeps."""
+        """Return the seconds to wake a drafter; None if none sleeps there."""
         with self._lock:
             return min((drafter.wake_s for drafter in self._on(engine) if drafter.can_wake()), default=None)
 
     def wake(self, engine: int) -> None:
-        """Wake the drafter of an engine that has nothing to do. Waits for nothing."""
         with self._lock:
             for drafter in self._on(engine):
                 if drafter.can_wake():
                     drafter.wake()
 
     def sleep(self, engine: int) -> None:
-        """Give the device back to an engine that has something to do. Waits for nothing; harmless if it sleeps."""
+        """Give the device back to its engine, without waiting."""
         with self._lock:
             self._free.discard(engine)
             for drafter in self._on(engine):
@@ -145,14 +135,14 @@ class DrafterPool:
                     drafter.sleep(timeout_s=0.0)
 
     def _learning(self) -> list[DrafterProcess]:
-        """Return those of the first draft model: others stay as they are."""
+        """Return the drafters whose model is trained: those of the first one."""
         return [drafter for drafter in self.drafters if drafter.spec.drafter == METHOD]
 
     def _on(self, engine: int) -> list[DrafterProcess]:
         return [drafter for drafter in self.drafters if drafter.spec.engine == engine]
 
     def _settle(self) -> None:
-        """Let all sleep, or end them: those that are late, and on GPUs those that are starting."""
+        """Let all sleep; end those that are late or, on GPUs, starting."""
         deadline = time.monotonic() + SLEEP_TIMEOUT_S
         with self._lock:
             self._free.clear()
@@ -167,13 +157,13 @@ class DrafterPool:
                 self._end_late(late)
 
     def _sleeps(self, drafter: DrafterProcess, deadline: float) -> bool:
-        """Return whether it sleeps by then, or is gone, or may go on starting."""
+        """Return whether it sleeps in time, is gone, or may go on starting."""
         if not drafter.has_started():
             return not (drafter.alive and self._on_gpus)
         return drafter.sleep(timeout_s=max(ANSWER_S, deadline - time.monotonic()))
 
     def _end_late(self, late: Sequence[int]) -> None:
-        """End them together, since one that hangs takes seconds. That is no death, and is counted apart."""
+        """End them together, since each may take seconds. They do not count as deaths."""
         for i in late:
             spec = self.drafters[i].spec
             _LOG.warning(
@@ -188,7 +178,7 @@ class DrafterPool:
             self._gone_s[i] = time.monotonic()
 
     def stop(self) -> None:
-        """End all; harmless the second time."""
+        """End all; may be called again."""
         self._ending.set()
         with self._lock:
             for drafter in self.drafters:

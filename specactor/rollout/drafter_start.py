@@ -1,7 +1,7 @@
-"""The drafter processes of a run: which host gets which, who starts them, where they listen, what engines are told.
+"""The start of a run's drafter processes: hosts, devices, addresses, keys.
 
-Invariants: every drafter has an address, and keys of its host, new in every run; a rank that starts no drafter does not
-learn the drafters' keys; no two drafters of a job have one number; errors of the config are raised on all ranks.
+Invariants: keys are new in every run, and only ranks that start drafters learn the drafters'; no two drafters of a job
+have one number; all ranks raise config errors.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from specactor.parallel.devices import gpus, numbers
 from specactor.parallel.failure import Member, View
 from specactor.parallel.layout import ModelShape, engine_owner
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import Address, DrafterAccess, EngineKeys, local_endpoint, make_keys
+from specactor.rollout.decoupled.transport import Address, DrafterAccess, local_endpoint, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
 
 
@@ -39,7 +39,7 @@ class Host:
 
     @property
     def lendable(self) -> tuple[tuple[int, int], ...]:
-        """Return its engines whose device no other engine has, so that it may be lent when they have nothing to do."""
+        """Return the engines whose device no other engine has."""
         if self.engines < 2:
             return ()  # whoever has nothing to do has nobody to draft for
         shared = Counter(device for _, device in self.own_engines)
@@ -48,18 +48,15 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """One rank's message to all: the drafters that it starts, if any."""
+    """A rank's message about the drafters that it starts."""
 
     host: View
-    endpoints: dict[str, str] = field(default_factory=dict)  # its drafter's name of each
-    keys: EngineKeys | None = None
+    drafters: tuple[Address, ...] = ()
 
 
 def make_specs(
     config: Config, host: Host, *, max_position: int, log_dir: Path, endpoint: Callable[[], str] = local_endpoint
 ) -> list[DrafterSpec]:
-    """Return the drafters of one host, without keys. Raises ConfigError for a draft model that is not there.
-    `max_position` is the policy's longest sequence in tokens; `endpoint` gives each an address."""
     sleeping = host.lendable if config.lends_devices else ()
     own = place(config.parallel.drafters, host)
     places = [
@@ -108,7 +105,7 @@ def make_specs(
 
 
 def _contexts(models: Mapping[str, str], max_position: int) -> dict[str, int]:
-    """Return the longest sequence that each drafter drafts for. Raises ConfigError for a head."""
+    """Return each drafter's longest sequence. Raises ConfigError for a head."""
     contexts = {}
     for name, folder in models.items():
         draft = draft_shape(folder)
@@ -125,8 +122,9 @@ def _contexts(models: Mapping[str, str], max_position: int) -> dict[str, int]:
 
 
 def place(drafters: int, host: Host) -> list[int]:
-    """Return the device of each drafter: those after the ranks', and cores, which can be shared, from the first one
-    again. Raises ConfigError where there are too few GPUs: a drafter never gives most of its GPU's memory back."""
+    """Return devices after those of ranks; cores may be shared. Raises ConfigError for too few GPUs: a drafter never
+    gives most of its GPU's memory back.
+    """
     free = len(host.devices) - host.ranks
     if host.has_gpus and drafters > free:
         raise ConfigError.at(
@@ -139,7 +137,7 @@ def place(drafters: int, host: Host) -> list[int]:
 
 
 def draft_shape(folder: str) -> ModelShape:
-    """Read a draft model's shape. Raises ConfigError when the folder is no Hugging Face model."""
+    """Read a draft model's shape. Raises ConfigError."""
     try:
         shape = ModelShape.read(Path(folder))
     except ConfigError as error:
@@ -169,7 +167,6 @@ def draft_shape(folder: str) -> ModelShape:
 
 
 def check_in_engines(config: Config, policy: ModelShape) -> None:
-    """Raise ConfigError for draft models that engines of this policy cannot run beside it."""
     speculation = config.rollout.speculation
     if speculation.uses_mtp and not policy.has_mtp:
         raise ConfigError.at(
@@ -200,7 +197,7 @@ def check_in_engines(config: Config, policy: ModelShape) -> None:
 
 
 def check_tokenizers(config: Config) -> None:
-    """Raise ConfigError for a draft model whose tokenizer is known to be another than the policy's."""
+    """Raise ConfigError for a draft model whose tokenizer differs from the policy's."""
     speculation = config.rollout.speculation
     if speculation.mode == "off" or config.model.tiny is not None:
         return
@@ -218,7 +215,6 @@ def check_tokenizers(config: Config) -> None:
 
 
 def _vocabulary(folder: Path) -> Mapping[str, int]:
-    """Return the ids of tokens, as far as a folder says them; nothing else is known of it."""
     file = folder / "tokenizer.json"
     found = json.loads(file.read_bytes()) if file.is_file() else {}
     vocabulary = found.get("model", {}).get("vocab")
@@ -226,14 +222,15 @@ def _vocabulary(folder: Path) -> Mapping[str, int]:
 
 
 def host_of(config: Config, view: View) -> View:
-    """Return the host of a rank: a machine, or where devices are lent the ranks of one that see the same devices. The
-    first of those drives all of their engines, and no others: a drafter that it wakes must draft for them."""
+    """Return a rank's machine; where devices are lent, the ranks there that see the same ones.
+
+    The first of those drives their engines and no others, so that a drafter that it wakes drafts for these.
+    """
     return view if config.lends_devices else View(view.machine)
 
 
 def drafting_hosts(config: Config, hosts: Sequence[View]) -> list[View]:
-    """Return the hosts that get `parallel.drafters`, or lend devices, from each rank's own. Raises ConfigError for a
-    missing one."""
+    """Return the hosts that start drafters, from each rank's host. Raises ConfigError."""
     numbered, p = list(dict.fromkeys(hosts)), config.parallel
     if config.lends_devices:
         return numbered
@@ -252,25 +249,19 @@ def drafting_hosts(config: Config, hosts: Sequence[View]) -> list[View]:
 
 
 def offer(specs: Sequence[DrafterSpec], host: View) -> tuple[list[DrafterSpec], Offer]:
-    """Return the drafters with keys, and what all ranks are sent about them."""
     if not specs:
         return [], Offer(host=host)
     engine_keys, drafter_keys = make_keys()
-    endpoints = {spec.endpoint: spec.drafter for spec in specs}
-    message = Offer(host=host, endpoints=endpoints, keys=engine_keys)
-    return [replace(spec, keys=drafter_keys) for spec in specs], message
+    addresses = tuple(Address(endpoint=s.endpoint, keys=engine_keys, drafter=s.drafter) for s in specs)
+    return [replace(spec, keys=drafter_keys) for spec in specs], Offer(host=host, drafters=addresses)
 
 
 def access(config: Config, offers: Sequence[Offer], *, host: View, engine: int) -> DrafterAccess:
-    """Return how an engine on this host reaches drafters: those there first, which it prefers at equal loads."""
+    """Return an engine's drafters. Those of its host come first, and are preferred at equal loads."""
     there = [each for each in offers if each.host == host]
     elsewhere = [each for each in offers if each.host != host and config.parallel.drafter_hosts]
     return DrafterAccess(
-        drafters=tuple(
-            Address(endpoint=endpoint, keys=each.keys, drafter=drafter)
-            for each in there + elsewhere
-            for endpoint, drafter in each.endpoints.items()
-        ),
+        drafters=tuple(address for each in there + elsewhere for address in each.drafters),
         engine=f"engine-{engine}",
         may_be_none=config.lends_devices,
     )
@@ -279,7 +270,6 @@ def access(config: Config, offers: Sequence[Offer], *, host: View, engine: int) 
 def _own_host(
     config: Config, views: Sequence[View], drafting: Sequence[View], places: Sequence[tuple[int, int]], rank: int
 ) -> Host:
-    """Describe the host of a rank; `drafting` are those that get drafters, `places` as of `start_drafters`."""
     p, own, devices = config.parallel, views[rank], numbers()
     owners = [engine_owner(i, engine_tensor=p.engine_tensor) for i in range(p.engines)]
     return Host(
@@ -306,10 +296,13 @@ def start_drafters(
     log_dir: Path,
     note: Callable[[str], None],
 ) -> tuple[DrafterPool, Callable[[int], DrafterAccess]]:
-    """Start the drafters of this host, if this is its first rank; return them, and how an engine reaches its drafters.
+    """Start this host's drafters on its first rank; return them, and how an engine reaches its drafters.
 
-    They and their ports go with `stack`. `places` are each engine's starting rank and first device; `head` is the host
-    of rank 0. Collective; raises ConfigError on every rank alike.
+    Collective. Raises ConfigError on every rank.
+
+    Args:
+        places: each engine's starting rank and first device.
+        head: the host of rank 0.
     """
     views = [host_of(config, member.view) for member in members]
     drafting, own_host = drafting_hosts(config, views), views[collective.rank]
@@ -336,18 +329,16 @@ def start_drafters(
 def _endpoints(
     config: Config, views: Sequence[View], collective: Collective, head: str, starts: bool, stack: ExitStack
 ) -> Callable[[], str]:
-    """Return what gives this rank's drafters addresses: ones that other hosts reach, if those shall."""
     if not config.parallel.drafter_hosts or len(set(views)) == 1:
         return local_endpoint
     seen = collective.gather(meeting.towards(head), str)
     there = [address for view, address in zip(views, seen, strict=True) if address and view != views[collective.rank]]
     address = collective.together("drafter address", lambda: meeting.own_address([head, *there]) if starts else "")
-    return stack.enter_context(Ports(address)).take
+    return stack.enter_context(closing(Ports(address))).take
 
 
 class Ports:
-    """TCP ports of one address for processes that are started later, and started again. No port is taken twice while it
-    is kept, and none is kept after `close` or the end of the process."""
+    """TCP ports that are kept until `close`, also while a process restarts."""
 
     # a port is kept by a socket that is bound to it and never listens: Linux gives it to nobody who asks for any port,
     # and lets one who asks for this very port listen there, as ZeroMQ does (both with SO_REUSEADDR). While nobody
@@ -358,7 +349,7 @@ class Ports:
         self._kept: list[socket.socket] = []
 
     def take(self) -> str:
-        """Return an endpoint that is nobody else's until `close`. Raises OSError for an address of another host."""
+        """Return a free endpoint. Raises OSError for another host's address."""
         is_v6 = ":" in self._address
         keeper = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
         self._kept.append(keeper)
@@ -371,9 +362,3 @@ class Ports:
         for keeper in self._kept:
             keeper.close()
         self._kept.clear()
-
-    def __enter__(self) -> Ports:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

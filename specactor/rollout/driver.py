@@ -1,10 +1,9 @@
 """Drives the requests of one rollout over a rank's engines.
 
-Engines are called in threads, which only put events into one queue; everything is decided and changed in the thread of
-`run`, one event after the other.
+Threads call engines and queue events; the thread of `run` does all else.
 
-Invariants: a request runs on one engine; it is delivered once, lost with its engine, or stopped; no call is open when
-`run` returns or raises.
+Invariants: a request runs on one engine; it is delivered once, lost with its engine, or stopped; no call outlives
+`run`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,27 +26,19 @@ from specactor.rollout.tail import BorrowedDevices, EngineLoad, Running, WakeWhe
 from specactor.rollout.waiting import Waiting
 from specactor.types import RolloutRequest, Trajectory
 
-POLL_S = 0.02
-"""Between two looks at what other ranks have found of their groups."""
-REPORT_TOKENS = 64
-"""An engine reports a running request after this many tokens of it."""
+POLL_S = 0.02  # between looks at what other ranks have found of their groups
+REPORT_TOKENS = 64  # an engine reports a running request every so many tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """An event from the thread of a call."""
-
     engine: int
-    request: RolloutRequest | None = None
-    """None: the call has ended."""
+    request: RolloutRequest | None = None  # None: the call has ended
     response: Trajectory | None = None
-    ended: bool = False
-    """The response, or the call."""
+    ended: bool = False  # the response, or the call
     error: BaseException | None = None
-    answer: Answer | None = None
-    """Of an environment, to `request`."""
-    is_scored: bool = False
-    """The response has been kept, and can be judged now."""
+    answer: Answer | None = None  # of an environment, to `request`
+    is_scored: bool = False  # the response was kept before, and can be judged now
 
 
 class Driver:
@@ -66,39 +56,24 @@ class Driver:
         conversations: Conversations | None = None,
         refill: Refill | None = None,
         waiting: Waiting | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            engines: are ready.
-            notify: sees each response.
-            policy: says when a drafter is woken on the device of an engine that has run dry.
-            enough_groups: the rollout stops when so many groups are complete.
-            drafters: sleep on the engines' devices.
-            conversations: which requests are those of, and what becomes of their responses.
-            refill: gives further requests as groups become complete, and says when there are enough.
-            waiting: gives further groups as engines have room.
-        """
+        """Take engines that are ready. `policy` says when to wake a drafter on an idle engine's device."""
         self.done: dict[str, Trajectory] = {}
+        # begun when there were enough groups; another rollout resumes them
         self.stopped: dict[str, RolloutRequest] = {}
-        """What had begun when there were enough groups, to be gone on with in another rollout."""
         self._engines, self._notify = engines, notify
         # Also for an abort that came too early, see `_progressed`.
         self._report_tokens = report_tokens if policy or refill or enough_groups is not None else 0
         self._enough, self._refill, self._waiting = enough_groups, refill, waiting
-        self.added: list[RolloutRequest] = []
-        """What `refill` and `waiting` gave."""
-        self._borrowed = BorrowedDevices(engines, drafters, policy, clock=clock)
+        self.added: list[RolloutRequest] = []  # by `refill` and `waiting`
+        self._borrowed = BorrowedDevices(engines, drafters, policy)
         self._running: dict[int, dict[str, RolloutRequest]] = {i: {} for i in range(len(engines))}
-        self._emitted: dict[str, int] = {}
-        """Response tokens of those that were heard of."""
-        self._rounds = 0
-        """Most tokens that a request has emitted in this rollout."""
+        self._emitted: dict[str, int] = {}  # response tokens, of those that reported
+        self._rounds = 0  # most tokens that a request has emitted in this rollout
         self._conversations = conversations
+        # conversations whose environment is asked, with their engine
         self._thinking: dict[str, tuple[int, RolloutRequest]] = {}
-        """Conversations whose environment is asked, with the engine that they are on."""
-        self._turns: list[tuple[int, RolloutRequest]] = []
-        """To be sent, with the engine that has the conversation."""
+        self._turns: list[tuple[int, RolloutRequest]] = []  # to be sent, with the conversation's engine
         self._open_calls = self._unscored = 0
         self._missing: Counter[int] = Counter()
         self._complete = 0
@@ -108,13 +83,12 @@ class Driver:
 
     @property
     def num_woken(self) -> int:
-        """Times that a drafter was woken on the device of an engine that had run dry."""
         return self._borrowed.num_woken
 
     def run(self, parts: Sequence[Sequence[RolloutRequest]]) -> None:
-        """Until all requests ended; one part per engine. `done` and `stopped` hold what became of them; the others
-        were lost with their engine. Raises EngineError when a request cannot be served; ends the engines if `notify`
-        raises.
+        """Run all requests, one part per engine, until each is in `done` or `stopped`, or lost.
+
+        Raises EngineError for a request that cannot be served; kills the engines if `notify` raises.
         """
         self._missing.update(request.group_id for part in parts for request in part)
         if self._enough is not None and self._enough <= 0:
@@ -142,7 +116,6 @@ class Driver:
                 thread.join()
 
     def _begin(self, engine: int, part: Sequence[RolloutRequest]) -> None:
-        """Send what can be sent, and ask the environments of the others to start."""
         ready: list[RolloutRequest] = []
         for request in part:
             if self._conversations is None or request.request_id not in self._conversations:
@@ -156,12 +129,10 @@ class Driver:
 
     @property
     def _waits(self) -> bool:
-        """Whether other ranks may still have this one draw something."""
         all_live = len(self._running) == len(self._engines)
         return self._refill is not None and all_live and not self._refill.is_over
 
     def _draw(self) -> None:
-        """Begin what is to take the place of groups that nothing is learned from, or end what nobody needs."""
         if self._refill is None or not self._running:
             return
         by_group: dict[int, list[RolloutRequest]] = {}
@@ -173,7 +144,6 @@ class Driver:
             self._stop()
 
     def _fill(self) -> None:
-        """Begin groups that have waited, where an engine has room."""
         while self._waiting is not None and self._running:
             busy = Counter({i: len(requests) for i, requests in self._running.items()})
             busy.update(engine for engine, _ in self._thinking.values() if engine in busy)
@@ -189,7 +159,6 @@ class Driver:
         self._begin(engine, group)
 
     def _ask(self, engine: int, request: RolloutRequest, response: Trajectory | None) -> None:
-        """Hand the environment a response, or let it start; its answer is an event."""
         assert self._conversations is not None
         self._thinking[request.request_id] = engine, request
         self._emitted.pop(request.request_id, None)
@@ -198,7 +167,6 @@ class Driver:
         )
 
     def _next(self) -> list[_Event]:
-        """What has happened; waits for something, or until an environment has had its time."""
         conversations, found = self._conversations, []
         try:
             waits = [conversations.wait_s() if conversations else None, POLL_S if self._refill is not None else None]
@@ -212,12 +180,10 @@ class Driver:
         return found
 
     def _send(self, position: int, requests: Sequence[RolloutRequest]) -> None:
-        streamed = [r for r in requests if TURN in r.request_id and self._is_streamed(r)]
+        conversations = self._conversations
+        streamed = [r for r in requests if conversations is not None and conversations.is_streamed(r)]
         self._call(position, [request for request in requests if request not in streamed], self._report_tokens)
         self._call(position, streamed, 1)
-
-    def _is_streamed(self, turn: RolloutRequest) -> bool:
-        return self._conversations is not None and self._conversations.is_streamed(turn)
 
     def _call(self, position: int, requests: Sequence[RolloutRequest], report_tokens: int) -> None:
         if not requests:
@@ -290,7 +256,6 @@ class Driver:
             self._borrowed.lend(self._loads, dry, finished, self._rounds)
 
     def _answer_agent(self, engine: int, response: Trajectory) -> None:
-        """Hand an agent what it asked for, unless its session is over."""
         assert self._conversations is not None
         running, session = self._running.get(engine, {}), response.request_id.partition(TURN)[0]
         if response.finish_reason == "abort" and session in self._conversations:
@@ -302,7 +267,6 @@ class Driver:
         running.pop(response.request_id, None)
 
     def _answered(self, answer: Answer) -> None:
-        """Keep the next turns to be sent, or the conversation that is over."""
         assert self._conversations is not None
         if answer.request_id not in self._thinking:  # over, or lost with its engine and asked again in another rollout
             return
@@ -322,10 +286,9 @@ class Driver:
             self._turns.append((engine, found))
 
     def _send_turns(self) -> None:
-        """To the engines that have the conversations; where one has died to the engine with the least to do. Without
-        any they stay what they are until engines are started again."""
+        """Send turns to their engines; those of a dead one go to the engine with the least to do."""
         turns, self._turns = self._turns, []
-        for _, turn in turns if not self._running else ():
+        for _, turn in turns if not self._running else ():  # they are sent when engines are started again
             self._thinking.pop(turn.request_id.partition(TURN)[0], None)
         parts: dict[int, list[RolloutRequest]] = {}
         for engine, turn in turns if self._running and not self._stopping else ():
@@ -364,7 +327,6 @@ class Driver:
             self._stop()
 
     def _stop(self) -> None:
-        """End all that runs."""
         self._stopping = True
         for engine, requests in self._running.items():
             self._abort(engine, requests)
@@ -375,7 +337,7 @@ class Driver:
         self._turns.clear()
 
     def _abort(self, engine: int, request_ids: Iterable[str]) -> None:
-        """Ask the engine to end these; it answers with what there is."""
+        """Ask the engine to answer these with what there is."""
         if names := list(request_ids):
             with contextlib.suppress(EngineDied):
                 self._engines[engine].abort_requests(names)

@@ -1,7 +1,7 @@
-"""The wire of `rollout.session`: OpenAI's chat completions over HTTP, on the loopback, for agents that are programs.
+"""OpenAI's chat completions over HTTP on the loopback, for agents.
 
-Invariants: a call is heard only with the key of a session that is open; what a call asks for is done or refused, never
-passed over; when the endpoint is closed no port, no thread and no task of it is left.
+Invariants: a call needs an open session's key; what it asks for is done or refused, never ignored; `close` leaves no
+port, thread or task.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ import msgspec
 from aiohttp import web
 
 MAX_BODY_BYTES = 2**26
-MODEL = "policy"
-"""The name of what is trained; calls may give any other."""
+MODEL = "policy"  # the name of what is trained; calls may give any other
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What a call may ask for."""
-
     messages: list[dict[str, Any]]
     model: str = MODEL
     n: int | None = 1
@@ -47,8 +44,6 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Refusal(Exception):  # noqa: N818  (an answer, like an HTTP status)
-    """Why a call has no completion."""
-
     def __init__(self, message: str, code: str = "invalid_request", status: int = 400) -> None:
         super().__init__(message)
         self.code, self.status = code, status
@@ -56,12 +51,11 @@ class Refusal(Exception):  # noqa: N818  (an answer, like an HTTP status)
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Of one choice, what is new since the last part; the last one has a reason why it ended."""
+    """What is new of one choice; its last part has a finish reason."""
 
     choice: int
     delta: dict[str, Any]
-    tokens: list[tuple[str, float]] = field(default_factory=list)
-    """With their log-probabilities."""
+    tokens: list[tuple[str, float]] = field(default_factory=list)  # with their log-probabilities
     finish_reason: str | None = None
     num_prompt: int = 0
     num_completion: int = 0
@@ -69,7 +63,7 @@ class Part:
 
 @dataclass(kw_only=True)
 class Call:
-    """One call under way. `tell` may be called in any thread."""
+    """One call under way; any thread may call `tell`."""
 
     body: Body
     loop: asyncio.AbstractEventLoop
@@ -81,7 +75,7 @@ class Call:
 
 
 class Endpoint:
-    """Hears the calls of all sessions of a rank, in a thread of its own."""
+    """Serves all sessions of a rank, in a thread of its own."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Callable[[Call], None]] = {}
@@ -95,7 +89,7 @@ class Endpoint:
             raise
 
     def open(self, take: Callable[[Call], None]) -> str:
-        """Return the key of a new session, whose calls `take` is given in the endpoint's thread."""
+        """Return a session's key; `take` gets its calls, in the endpoint's thread."""
         key = secrets.token_urlsafe(32)
         self._sessions[key] = take
         return key
@@ -152,7 +146,6 @@ class Endpoint:
 
 
 async def _parts(call: Call) -> AsyncIterator[Part]:
-    """Until every choice has ended. Raises Refusal."""
     missing = call.body.n or 1
     while missing:
         answer = await call.answers.get()
@@ -177,7 +170,7 @@ async def _whole(call: Call, head: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _stream(request: web.Request, call: Call, head: dict[str, Any]) -> web.StreamResponse:
-    """Server-sent events; the status waits for the first part, which may be a refusal."""
+    """Send server-sent events; the status waits for the first part, which may be a refusal."""
     head |= {"object": "chat.completion.chunk"}
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     begun: set[int] = set()

@@ -1,7 +1,7 @@
-"""Frames on the socket between a process and its owner. Nothing in them is unpickled.
+"""Frames on the socket between a process and its owner.
 
-A call is one question and the answers to it, which repeat its number. A frame that is too long, of another version,
-or whose message does not decode is a `ProtocolError`: the two ends are out of step, and the process is given up.
+A call is a question and its answers, which share a number. After a `ProtocolError` the ends are out of step, and the
+process is given up.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Message = TypeVar("Message")
 
 
 class ProtocolError(EngineError):
-    """A frame that the other end cannot have meant."""
+    pass
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The call failed. The process goes on, unless the call was the first."""
+    """The call failed; the process goes on, unless it was the first call."""
 
     message: str
 
@@ -42,7 +42,7 @@ class Header:
 
 
 def pack(call: int, message: msgspec.Struct, *, last: bool = True) -> bytes:
-    """Return the bytes of one frame. Raises ProtocolError for a message that is too long."""
+    """Return one frame. Raises ProtocolError."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_BYTES:
         raise ProtocolError(f"message of {len(body)} bytes, at most {MAX_BYTES}. Send it in parts.")
@@ -50,7 +50,6 @@ def pack(call: int, message: msgspec.Struct, *, last: bool = True) -> bytes:
 
 
 def unpack_header(data: bytes) -> Header:
-    """Read the header. Raises ProtocolError for one that this version does not write."""
     length, version, last, call = _HEADER.unpack(data)
     if version != VERSION:
         raise ProtocolError(f"frame of protocol version {version}, expected {VERSION}. Both ends must run one version.")
@@ -60,7 +59,6 @@ def unpack_header(data: bytes) -> Header:
 
 
 def decode(body: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
-    """Read a message. Raises ProtocolError for one that is none of the decoder's types."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError) as error:  # ValueError: text that is not UTF-8
@@ -68,7 +66,7 @@ def decode(body: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
 
 
 def read(connection: socket.socket, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[Header, Message] | None:
-    """Read the next frame; None at the end of the stream. Raises ProtocolError for a stream cut within a frame."""
+    """Read the next frame; None at the end of the stream. Raises ProtocolError."""
     data = _read_exactly(connection, HEADER_BYTES)
     if not data:
         return None
@@ -80,7 +78,6 @@ def read(connection: socket.socket, decoder: msgspec.msgpack.Decoder[Message]) -
 
 
 def _read_exactly(connection: socket.socket, count: int) -> bytes:
-    """Return so many bytes; none at the end of the stream."""
     data = bytearray()
     while len(data) < count:
         try:

@@ -1,9 +1,7 @@
-"""Scores responses beside the rollout, as soon as each is complete, in processes that can be ended.
+"""Scores responses during the rollout, in processes that can be ended.
 
-Invariants: every response that was handed over gets one verdict in bounded time, whatever its verifier does; a verifier
-that raises, hangs, exits or returns no finite number costs its own response, not those of others; after `close`
-nothing of any process is left. In a process one question has one answer per response, asynchronous verifiers of a
-question wait together, and whatever a verifier raises is an answer; how long one may take is bounded by its owner.
+Invariants: every response gets one verdict in bounded time; a verifier that raises, hangs, exits or returns no finite
+number fails its own response alone; `close` leaves no process.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,27 +31,18 @@ from specactor.types import Problem, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_WORKERS = 8
-"""Processes of a rank: so many verifiers that hang at once hold up the others."""
-GROW_S = 2.0
-"""Another process is started for a response that has waited so long: most verifiers need one."""
-NEW_S = 10.0
-"""So long the first process may take for its first answer, which waits for the verifier's imports, until others are
-started."""
+MAX_WORKERS = 8  # processes of a rank: so many verifiers that hang at once hold up the others
+GROW_S = 2.0  # a response's wait until another process is started: most verifiers need one
+NEW_S = 10.0  # the first answer's time, with the verifier's imports, until others are started
 START_S = 60.0
-GRACE_S = 1.0
-"""Beyond its time, until the process of a verifier that has not answered is ended."""
-MAX_HUNG = 8
-"""A verifier that has hung so often in a row is not asked again in this rollout."""
-TOGETHER = 64
-"""Asynchronous verifiers that are awaited at a time."""
-_TUPLE = 1
-"""MessagePack has none, and a scorer may compare with one."""
+GRACE_S = 1.0  # beyond its time, until the process of a silent verifier is ended
+MAX_HUNG = 8  # in a row, until a verifier is not asked again in this rollout
+TOGETHER = 64  # asynchronous verifiers that are awaited at a time
+_TUPLE = 1  # extension type: MessagePack has no tuples, and a scorer may compare with one
 
 
 class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    path: list[str]
-    """Where Python finds modules: as in the owner."""
+    path: list[str]  # Python's module path, as in the owner
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -68,16 +56,13 @@ class Job(msgspec.Struct, frozen=True):
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
     jobs: list[Job]
-    timeout_s: float
-    """Of each; one that is not asynchronous is ended with the process."""
+    timeout_s: float  # of each; one that is not asynchronous is ended with the process
 
 
 class Scored(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    job: int
-    """Its place in the question."""
+    job: int  # its place in the question
     score: float = 0.0
-    failure: str = ""
-    """Begins with its kind, which is the same for many responses."""
+    failure: str = ""  # begins with its kind, which many responses share
 
 
 Answer = Ready | Scored | frames.Failed
@@ -90,26 +75,23 @@ class _Asked:
     is_async: bool
     verdict: Future[Scored] = field(default_factory=Future)
     since_s: float = field(default_factory=time.monotonic)
-    alone: bool = False
-    """It was beside one that ended its process, and must not be again."""
+    alone: bool = False  # others were asked with it when the process ended
 
     def fail(self, kind: str, why: str) -> None:
         self.verdict.set_result(Scored(job=0, failure=f"{kind}: verifier {self.job.problem.verifier}: {why}"))
 
 
 class Grading:
-    """The verifiers' processes of one rank, started when first needed."""
+    """A rank's verifier processes, started when needed."""
 
     def __init__(self, *, timeout_s: float, log_file: str = os.devnull, most: int = MAX_WORKERS) -> None:
-        """`timeout_s`: longest that a verifier may take for one response."""
+        """Start nothing; a verifier gets `timeout_s` per response."""
         self._timeout_s, self._log_file, self._most = timeout_s, log_file, most
         self._changed = threading.Condition()
         self._waiting: deque[_Asked] = deque()
         self._idle, self._closed, self._has_answered = 0, False, False
-        self._grow_from_s = -math.inf
-        """Before, no other process is started: the first may be importing, or one has only just been started."""
-        self._verdicts: dict[str, Future[Scored]] = {}
-        """Of this rollout's responses, by request."""
+        self._grow_from_s = -math.inf  # no process is started before: the last may be importing
+        self._verdicts: dict[str, Future[Scored]] = {}  # of this rollout, by request
         self._hung: Counter[str] = Counter()
         self._threads: list[threading.Thread] = []
         self._children: list[ChildProcess[Answer]] = []
@@ -121,7 +103,6 @@ class Grading:
         self.close()
 
     def submit(self, response: str, problem: Problem) -> Future[Scored]:
-        """Have it scored; the verdict comes from another thread."""
         asked = _Asked(job=Job(response, problem), is_async=False)
         if problem.verifier in IN_PROCESS:
             asked.verdict.set_result(Scored(job=0, score=get_verifier(problem.verifier)(response, problem)))
@@ -140,32 +121,32 @@ class Grading:
         return asked.verdict
 
     def begin(self) -> None:
-        """Begin a rollout: verifiers that hung in the last one are asked again."""
+        """Begin a rollout, in which verifiers that hung are asked again."""
         self._hung.clear()
         self._verdicts.clear()
 
     def add(self, response: Trajectory, problem: Problem, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Have a complete response of this rollout scored; conversations come with their reward."""
+        """Have a response scored; conversations come with their reward."""
         if response.reward is None and not response.failure and response.finish_reason != "abort":
             text = tokenizer.decode(list(response.token_ids), skip_special_tokens=True)
             self._verdicts[response.request_id] = self.submit(text, problem)
 
     def when_scored(self, response: Trajectory, then: Callable[[], None]) -> None:
-        """Call `then`, maybe in another thread, when `scored` would not wait."""
+        """Call `then`, maybe in another thread, once `scored` would not wait."""
         if response.request_id in self._verdicts:
             self._verdicts[response.request_id].add_done_callback(lambda _: then())
         else:
             then()
 
     def scored(self, response: Trajectory) -> Trajectory:
-        """Return the response with its verdict, which is waited for."""
+        """Wait for the response's verdict, and return both."""
         if response.request_id not in self._verdicts:
             return response
         found = self._verdicts[response.request_id].result()
         return replace(response, reward=found.score, failure=found.failure)
 
     def close(self) -> None:
-        """End all processes. What waits has failed; may be called again."""
+        """End all processes; what waits has failed."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -179,7 +160,7 @@ class Grading:
             thread.join()
 
     def _grow(self) -> None:
-        """Start another thread with a process where responses wait; the lock is held."""
+        """Start a process if responses wait. The lock is held."""
         now, begun = time.monotonic(), len(self._threads)
         if not self._waiting or self._idle or begun >= self._most or now < self._grow_from_s:
             return
@@ -189,7 +170,6 @@ class Grading:
             self._threads[-1].start()
 
     def _work(self) -> None:
-        """Ask a process of this thread's own one question after the other."""
         child: ChildProcess[Answer] | None = None
         while asked := self._next():
             left = dict(enumerate(asked))
@@ -213,13 +193,12 @@ class Grading:
             self._settle(list(left.values()), len(asked) == 1, kind, why)
 
     def _answered(self) -> None:
-        """Give the first process that answers time for those that waited for its imports."""
         with self._changed:
             if not self._has_answered:
                 self._has_answered, self._grow_from_s = True, time.monotonic() + GROW_S
 
     def _settle(self, left: list[_Asked], is_one: bool, kind: str, why: str) -> None:
-        """What one has ended costs that one; of several nobody knows which, so that each is asked again alone."""
+        """Fail the one that ended the process; of several each is asked again alone."""
         with self._changed:
             if not is_one and not self._closed:
                 self._waiting.extend(replace(one, alone=True) for one in left)
@@ -231,7 +210,6 @@ class Grading:
             one.fail(kind, f"problem {problem.index} (answer {problem.answer[:80]!r}): {why}")
 
     def _next(self) -> list[_Asked]:
-        """Return what to ask next, asynchronous ones together; nothing at the end."""
         with self._changed:
             while not self._closed:
                 self._idle += 1
@@ -254,7 +232,7 @@ class Grading:
             return []
 
     def _answer(self, call: Call[Answer], deadline: float) -> Scored:
-        """Return the next verdict; others get processes of their own meanwhile. Raises TimeoutError, EngineError."""
+        """Return the next verdict. Raises TimeoutError and EngineError."""
         while True:
             try:
                 answer = call.next(min(GROW_S / 4, max(0.0, deadline - time.monotonic())))
@@ -292,7 +270,7 @@ class Grading:
 
 
 def sendable(value: Any) -> Any:
-    """Return the value in types that a frame can hold; what has none is left for the encoder to refuse."""
+    """Convert to types that a frame can hold; the encoder refuses the rest."""
     if isinstance(value, tuple):
         return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode([sendable(item) for item in value]))
     if isinstance(value, list):
@@ -312,12 +290,14 @@ QUESTIONS: msgspec.msgpack.Decoder[Start | Ask] = msgspec.msgpack.Decoder(Start 
 
 
 def serve(connection: socket.socket) -> None:
-    """Answer until the owner has no more questions; this is the child."""
     lock = threading.Lock()
 
     def tell(call: int, answer: msgspec.Struct) -> None:
         with lock:
             connection.sendall(frames.pack(call, answer))
+
+    def score(call: int, number: int, job: Job, timeout_s: float) -> None:
+        tell(call, _scored(number, job, timeout_s))
 
     threads = ThreadPoolExecutor(max_workers=TOGETHER)
     while (frame := frames.read(connection, QUESTIONS)) is not None:
@@ -326,14 +306,10 @@ def serve(connection: socket.socket) -> None:
             sys.path[:] = question.path
             tell(header.call, Ready())
         elif len(question.jobs) == 1:  # in the main thread, where a verifier may use signals
-            tell(header.call, _scored(0, question.jobs[0], question.timeout_s))
+            score(header.call, 0, question.jobs[0], question.timeout_s)
         else:
             for number, job in enumerate(question.jobs):
-                threads.submit(_answer, partial(tell, header.call), number, job, question.timeout_s)
-
-
-def _answer(tell: Callable[[Scored], None], number: int, job: Job, timeout_s: float) -> None:
-    tell(_scored(number, job, timeout_s))
+                threads.submit(score, header.call, number, job, question.timeout_s)
 
 
 def _scored(number: int, job: Job, timeout_s: float) -> Scored:

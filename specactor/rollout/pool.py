@@ -1,7 +1,7 @@
-"""The engines that one trainer rank owns: started together, driven together (`driver`), replaced when they die.
+"""The engines of one trainer rank, replaced when they die.
 
-Invariants: after `generate`, finished and unfinished requests together are exactly the ones asked for, each once; an
-engine that died costs time and never a request; after `stop` nothing of any engine is left, also when starting failed.
+Invariants: `generate` returns each request once, finished, unfinished or stopped; a dead engine costs no request;
+`stop` and a failed start leave nothing.
 """
 
 from __future__ import annotations
@@ -25,28 +25,20 @@ from specactor.rollout.waiting import Waiting
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 
-RESTART_LIMIT_S = 300.0
-"""Longest that `EnginePool.restart_lost` tries, where the caller gives no limit."""
-_RESTART_PAUSE_S = 1.0
-"""Before an engine whose replacement died is started for the second time; it doubles every further time."""
+RESTART_LIMIT_S = 300.0  # default limit of `EnginePool.restart_lost`
+_RESTART_PAUSE_S = 1.0  # before the second restart of an engine; doubles every further time
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOutcome:
-    """The outcome of the requests of one `EnginePool.generate`."""
-
     finished: list[Trajectory]
-    unfinished: list[RolloutRequest]
-    """Of engines that died (`EnginePool.lost`); restart those, sync weights, and generate these again."""
+    unfinished: list[RolloutRequest]  # of engines that died; restart those, sync weights, and generate these again
+    # since there were enough groups; they hold what was begun
     stopped: list[RolloutRequest] = field(default_factory=list)
-    """Ended because there were enough groups; each holds what was begun of its response."""
-    drafters_woken: int = 0
-    """On devices of engines that had run dry."""
+    drafters_woken: int = 0  # on devices of engines that had run dry
 
 
 class EnginePool:
-    """A rank may own no engine at all: then every method does nothing."""
-
     def __init__(
         self,
         specs: Sequence[EngineSpec],
@@ -56,13 +48,8 @@ class EnginePool:
         drafters: DrafterPool | None = None,
         restart_limit_s: float = RESTART_LIMIT_S,
     ) -> None:
-        """Starts all engines at once; they are not ready before `wait_ready`.
-
-        Args:
-            tail: says when a drafter is woken on the device of an engine that has run dry.
-            report_tokens: an engine reports a running request after so many tokens of it.
-            drafters: that sleep on the engines' devices, or draft elsewhere.
-            restart_limit_s: longest that `restart_lost` tries; other ranks wait for it in a collective.
+        """Start all engines; there may be none. Other ranks wait for `restart_lost`, which takes at most
+        `restart_limit_s`.
         """
         self._restart_limit_s = restart_limit_s
         self.tail = tail
@@ -84,7 +71,7 @@ class EnginePool:
         self.stop()
 
     def wait_ready(self) -> None:
-        """Until all engines take requests. Raises EngineError, and stops all, when one does not start."""
+        """Wait until all take requests. Raises EngineError after `stop`."""
         starting = [engine for engine in self.engines if engine.ready is None]
         if not starting:
             return
@@ -109,13 +96,9 @@ class EnginePool:
         refill: Refill | None = None,
         waiting: Waiting | None = None,
     ) -> RolloutOutcome:
-        """Generates on the engines that are alive; `on_finished` is called in this thread.
+        """Generate on living engines; `on_finished` is called in this thread.
 
-        Requests of `conversations` begin those, or go on with them where engines died.
-
-        With `refill` it goes on with what that gives, until it is settled; with `waiting` until that is empty.
-        With `enough_groups` it stops when of that many groups all requests have finished.
-        Raises EngineError when a request cannot be served. Without a living engine all requests come back unfinished.
+        Raises EngineError for a request that cannot be served. Without a living engine all come back unfinished.
         """
         merge(requests, [])  # refuses ids that are not unique before anything runs
         self.wait_ready()
@@ -144,23 +127,20 @@ class EnginePool:
         )
 
     def update_wake_belief(self, counts: Mapping[str, Counts]) -> None:
-        """Plan the next step with what speculation did in this one, in all engines of the job."""
         if self.tail is not None:
             self.tail = self.tail.after(counts)
 
     def lost(self) -> tuple[int, ...]:
-        """Indices of the engines that died and were not restarted yet."""
         return tuple(engine.index for engine in self.engines if not engine.alive)
 
     def any_lost(self) -> bool:
         return bool(self.lost())
 
     def restart_lost(self) -> tuple[int, ...]:
-        """Replaces every engine that died; the new ones hold the weights of their model folder until the next sync.
+        """Replace dead engines, also those that die while starting; return their indices.
 
-        One that dies while it starts has died once more, and is replaced again after a pause that doubles.
-        Returns the indices of all that were replaced. Raises EngineError, with the end of the log, for an engine that
-        died too often, or that is not ready when `restart_limit_s` is over.
+        New ones hold their model folder's weights. Raises EngineError for one that died too often, or is not ready
+        within `restart_limit_s`.
         """
         deadline, pause_s = time.monotonic() + self._restart_limit_s, _RESTART_PAUSE_S
         replaced = set(self.lost())
@@ -179,7 +159,7 @@ class EnginePool:
         return tuple(sorted(replaced))
 
     def _replace_lost(self, deadline: float) -> None:
-        """Start every engine that is lost anew, once, and wait until each of these is ready or lost again."""
+        """Replace each once, and wait until it is ready or dead."""
         for position, engine in enumerate(self.engines):
             if engine.alive:
                 continue
@@ -205,50 +185,44 @@ class EnginePool:
             raise
 
     def flush(self) -> None:
-        """Drop the KV and prefix caches."""
         self._on_living(Engine.flush)
 
     def release_memory(self) -> None:
-        """Free the devices' memory for the trainer, where the platform can."""
+        """Free device memory, where the platform can."""
         self._on_living(Engine.release_memory)
 
     def resume_weights(self) -> None:
-        """Take memory for weights; they are undefined until the next sync."""
+        """Take memory for weights, which are undefined until the next sync."""
         self._on_living(Engine.resume_weights)
 
     def resume_memory(self) -> None:
-        """Take all of the memory again that was not taken yet."""
         self._on_living(Engine.resume_memory)
 
     def speculation_counts(self) -> dict[str, Counts]:
-        """Return what speculation did in all living engines since the last call, per drafter."""
         parts: list[dict[str, Counts]] = []
         self._on_living(lambda engine: parts.append(engine.speculation_counts()))
         return added(parts)
 
     def speculation_figures(self) -> Figures:
-        """Return what drafters counted themselves since the last call, in all living engines."""
         parts: list[Figures] = []
         self._on_living(lambda engine: parts.append(engine.speculation_figures()))
         return added_figures(parts)
 
     def trace(self, *, on: bool) -> dict[str, list[Span]]:
-        """Per living engine what was recorded since the last call; record from now on, or do not."""
+        """Return spans per engine since the last call."""
         spans: dict[str, list[Span]] = {}
         self._on_living(lambda engine: spans.__setitem__(f"engine {engine.index}", engine.trace(on=on)))
         return {name: spans[name] for name in sorted(spans)}
 
     def set_version(self, version: int) -> None:
-        """State which weights the engines hold now."""
         for engine in self.engines:
             engine.version = version
 
     def stop(self) -> None:
-        """Ends all engines and everything below them. May be called again."""
         self._each(self.engines, Engine.stop)
 
     def _on_living(self, action: Callable[[Engine], object]) -> None:
-        """An engine that dies on the way is left to `restart_lost`."""
+        """Act on living engines; `restart_lost` sees to those that die."""
 
         def run(engine: Engine) -> None:
             with contextlib.suppress(EngineDied):
@@ -258,7 +232,7 @@ class EnginePool:
 
     @staticmethod
     def _each(engines: Sequence[Engine], action: Callable[[Engine], object]) -> None:
-        """Act in parallel; wait for all, then raise the first error."""
+        """Act in parallel; then raise the first error."""
         if not engines:
             return
         with ThreadPoolExecutor(max_workers=len(engines)) as threads:

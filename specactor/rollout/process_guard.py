@@ -1,12 +1,12 @@
-"""The process around an engine or a drafter that leaves nothing behind. POSIX only: no SGLang, no torch.
+"""The process around an engine or drafter that leaves nothing behind. POSIX only.
 
     python -m specactor.rollout.process_guard MODULE:FUNCTION --fd N
 
-becomes the guard of its own child, the host, which alone imports the module, and calls the function with the inherited
-socket N. The end of that socket's stream is the sign to end. Standard output and error are the log.
+guards its child, the host, which calls the function with the inherited socket N. The end of its stream is the sign to
+end.
 
-Invariants: when the guard has exited, every process below it is gone, with its temporary folder and files in /dev/shm;
-when its owner dies, the guard ends the host within `GRACE_S`; when the guard is killed, so is the host.
+Invariants: an exit of the guard leaves no process, temporary folder or file in /dev/shm; when the owner dies, the host
+ends within `GRACE_S`; it ends with the guard.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def run_guarded(connection_fd: int, host: Callable[[], None]) -> None:
-    """Fork: the child runs `host` and exits; the caller's process guards it and exits. Does not return."""
+    """Run `host` in a child, guard it, and exit."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=TEMPORARY))
@@ -72,7 +72,6 @@ def _become_host(guard_pid: int) -> None:
 
 
 def _watch(connection_fd: int, host_pid: int, folder: Path) -> None:
-    """Wait until the host is dead, or its time is up after its owner is gone or has sent SIGTERM."""
     poll = select.poll()
     poll.register(connection_fd, select.POLLRDHUP)
     deadline = None
@@ -89,7 +88,7 @@ def _watch(connection_fd: int, host_pid: int, folder: Path) -> None:
 
 
 def _note_pids(folder: Path, noted: set[int]) -> None:
-    """Add new descendants to the list of shared files: SGLang puts the creator's pid into their names."""
+    """List files of new descendants: SGLang puts pids into names in /dev/shm."""
     new = set(descendants(os.getpid())) - noted
     if new:
         noted |= new
@@ -105,7 +104,7 @@ def _exited(pid: int) -> bool:
 
 
 def _end_descendants() -> None:
-    """Kill until there is no child left; as a subreaper the guard inherits orphans on the way."""
+    """Kill until there is no child; a subreaper inherits orphans."""
     while True:
         for pid in descendants(os.getpid()):
             try:
@@ -120,7 +119,6 @@ def _end_descendants() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return children of all generations, zombies included."""
     found = []
     # What ends meanwhile has no children: they become those of the subreaper.
     with suppress(FileNotFoundError, ProcessLookupError):
@@ -145,8 +143,7 @@ def _remove(folder: Path) -> None:
 
 
 def sweep(pid: int | None = None) -> None:
-    """Remove what killed guards left behind: nobody holds the lock in their folders any more. With the pid of a dead
-    guard its folder alone; else all that are not brand-new."""
+    """Remove folders of dead guards: that of `pid`, or all older than `_SETTLE_S`."""
     for folder in TEMPORARY.glob(f"{_PREFIX}{'' if pid is None else f'{pid}-'}*"):
         try:
             about = folder.stat()
@@ -170,7 +167,6 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main() -> None:
-    """Run the child; does not return."""
     parser = argparse.ArgumentParser(description="Runs a host, and leaves nothing behind.")
     parser.add_argument("run", help="what the host does, as in package.module:function")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the owner")

@@ -1,11 +1,8 @@
-"""Which responses to ask for, and which engine generates which. PURE: problems in, requests per engine out.
+"""Which responses a step asks for, and from which engine. PURE.
 
-A request's seed depends on the run, the step, the problem and the sample alone, so the same step asks for the same
-tokens again after a resume, on any number of engines. With `rollout.noise_visits` K > 1 it depends on the problem's
-epoch divided by K in place of the step. A problem that a step asks for again gets further samples.
-
-Requests of one group go to one engine, whose prefix cache then holds their prompt; engines differ by at most one
-group's work; the same input gives the same assignment.
+Invariants: a request's seed depends on run, step (with `rollout.noise_visits` K > 1 epoch // K), problem and sample
+alone, so never on engines; a repeated problem gets further samples; a group goes to one engine; engines differ by at
+most one group's work.
 """
 
 from __future__ import annotations
@@ -17,8 +14,7 @@ from specactor.data.stream import request_seed
 from specactor.errors import EngineError
 from specactor.types import DrawnProblem, Problem, RolloutRequest, SamplingParams, Trajectory
 
-HELD_OUT = -1
-"""Stands for a step in the seeds of held-out problems; smaller numbers for K epochs each, where noise is kept."""
+HELD_OUT = -1  # step in the seeds of held-out problems; smaller ones are blocks of `noise_visits` epochs
 
 
 def group_requests(
@@ -29,11 +25,7 @@ def group_requests(
     step: int,
     earlier: Sequence[DrawnProblem] = (),
 ) -> list[RolloutRequest]:
-    """`config.group_size` requests per problem, group by group. Their ids begin with the number of finished steps.
-
-    Args:
-        earlier: what the same step has asked for before.
-    """
+    """Return `config.group_size` requests per problem; the step has asked for `earlier` ones before."""
     asked = [problem.index for problem in (*earlier, *problems)]
     sampling = sampling_of(config)
     return [
@@ -57,7 +49,7 @@ def group_requests(
 def held_out_requests(
     problems: Sequence[Problem], *, config: RolloutConfig, run_seed: int, samples: int
 ) -> list[RolloutRequest]:
-    """Responses to held-out problems: a greedy one each, or `samples` that are the same whenever they are asked for."""
+    """Return one greedy request per problem, or `samples` with fixed seeds."""
     sampling = sampling_of(config)
     if samples == 1:
         sampling = SamplingParams(
@@ -79,7 +71,6 @@ def held_out_requests(
 
 
 def sampling_of(config: RolloutConfig) -> SamplingParams:
-    """Return how a run's responses are sampled."""
     return SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -90,9 +81,9 @@ def sampling_of(config: RolloutConfig) -> SamplingParams:
 
 
 def assign(requests: Sequence[RolloutRequest], num_engines: int) -> list[list[RolloutRequest]]:
-    """Requests per engine, each list in the order of `requests`. The heaviest group goes first, to the lightest engine.
+    """Return requests per engine; the heaviest group goes first, to the lightest engine.
 
-    A request weighs its prompt plus the most tokens that it may generate.
+    A group weighs its prompts and the tokens that it may generate.
     """
     if num_engines < 1:
         raise EngineError(f"assign: got {num_engines} engines, expected at least 1. Restart the lost ones first.")
@@ -115,10 +106,7 @@ def assign(requests: Sequence[RolloutRequest], num_engines: int) -> list[list[Ro
 def merge(
     requests: Sequence[RolloutRequest], delivered: Iterable[Trajectory]
 ) -> tuple[list[Trajectory], list[RolloutRequest]]:
-    """(finished, unfinished), each in the order of `requests`.
-
-    Raises EngineError when a response answers no request, or a request has two: that would be a bug of ours.
-    """
+    """Return (finished, unfinished). Raises EngineError for unknown or second responses."""
     wanted = {request.request_id for request in requests}
     if len(wanted) != len(requests):
         raise EngineError("request_id: used twice in one rollout. Ids must be unique within a call.")

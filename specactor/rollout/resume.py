@@ -1,10 +1,8 @@
-"""Responses that are generated in parts, on several engines or in several steps, and groups that take more than one
-step. PURE.
+"""Responses that are generated in parts, and groups that take several steps. PURE.
 
-Invariants: a response has one log-probability per token, spans that cover it without gap or overlap, and the experts
-of all its tokens or of none; what goes on from a beginning has that beginning. A step learns from as many groups as it
-wants, each whole; a group is learned from at most once, and with `partial` in the end always (unless the run ends
-first); a request keeps its seed and id, and so its noise.
+Invariants: a response has one log-probability per token, spans without gap or overlap, and experts of all tokens or
+none; a resumed one keeps its tokens, id and seed; a step learns from `want` whole groups; a group is learned from at
+most once, with `partial` exactly once unless the run ends.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ def num_begun(request: RolloutRequest) -> int:
 
 
 def bare(request: RolloutRequest) -> RolloutRequest:
-    """Return what an engine needs of the request: of the beginning, the tokens."""
+    """Leave out what an engine does not need."""
     if request.begun is None:
         return request
     return replace(request, begun=Begun(token_ids=request.begun.token_ids, logprobs=(), spans=()))
 
 
 def check(request: RolloutRequest, *, with_experts: bool = False) -> None:
-    """Raise EngineError for a beginning that is damaged, or a whole response, or lacks the experts of its tokens."""
+    """Raise EngineError for `begun` that is damaged, complete, or without experts."""
     begun = request.begun
     if begun is None:
         return
@@ -66,7 +64,7 @@ def whole(
     version: int,
     routed_experts: bytes = b"",
 ) -> Trajectory:
-    """Return the response with its beginning, if any, and what an engine emitted now, at this version."""
+    """Append what an engine generated to what had begun."""
     begun = request.begun or Begun(token_ids=(), logprobs=(), spans=())
     start, end = len(begun.token_ids), len(begun.token_ids) + len(token_ids)
     has_all = bool(begun.routed_experts) or not begun.token_ids
@@ -84,10 +82,10 @@ def whole(
 
 
 def going_on(request: RolloutRequest, response: Trajectory) -> RolloutRequest:
-    """Return `request`, to be gone on with from what there is of its response.
+    """Return the request that goes on after the tokens of `response`.
 
-    Noise is keyed by seed and position, so the tokens are those of one engine, up to rounding: the beginning's keys
-    come from a prefill now, so log-probabilities may differ by 1e-5 in float32, and nearly tied tokens.
+    Its tokens are those of an uninterrupted run, up to rounding: keys from a prefill move float32 log-probabilities by
+    up to 1e-5, and nearly tied tokens.
     """
     if not response.token_ids:
         return request
@@ -104,7 +102,6 @@ def going_on(request: RolloutRequest, response: Trajectory) -> RolloutRequest:
 
 
 def nothing_of(request: RolloutRequest) -> Trajectory:
-    """Return a response without tokens."""
     return Trajectory(
         request_id=request.request_id,
         group_id=request.group_id,
@@ -118,7 +115,6 @@ def nothing_of(request: RolloutRequest) -> Trajectory:
 
 
 def heard(before: Trajectory, turn: Trajectory) -> Trajectory:
-    """Return a conversation after what was sampled in a turn, with the experts that its tokens were sampled from."""
     start, experts = len(before.token_ids), cast("bytes", before.routed_experts)  # as engines give them
     spans = [replace(s, start=s.start + start, end=s.end + start) for s in turn.spans]
     return replace(
@@ -133,7 +129,7 @@ def heard(before: Trajectory, turn: Trajectory) -> Trajectory:
 
 
 def said(before: Trajectory, ids: tuple[int, ...]) -> Trajectory:
-    """Return a conversation after what was said between two turns, which is not learned from."""
+    """Append tokens of the environment, which are not learned from."""
     if not ids:
         return before
     start = len(before.token_ids)
@@ -148,12 +144,12 @@ def said(before: Trajectory, ids: tuple[int, ...]) -> Trajectory:
 
 
 def stale_tokens(response: Trajectory, version: int) -> int:
-    """Count the tokens, the first ones, that policies before `version` sampled."""
+    """Count the tokens that earlier policies sampled."""
     return sum(span.end - span.start for span in response.spans if span.version != version)
 
 
 def joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Join neighbours of one version; of a response without tokens one empty span is left."""
+    """Join neighbours of one version; an empty response keeps one span."""
     found: list[VersionSpan] = []
     for span in spans:
         if found and (found[-1].version == span.version or span.start == span.end):
@@ -165,8 +161,6 @@ def joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenGroup:
-    """One prompt's requests, and the responses that finished."""
-
     problem: int
     requests: tuple[RolloutRequest, ...]
     finished: dict[str, Trajectory]  # by request id
@@ -181,28 +175,24 @@ class OpenGroup:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Return those of a complete group, in the order of its requests."""
         return [self.finished[request.request_id] for request in self.requests]
 
     def numbered(self, group_id: int) -> OpenGroup:
         return replace(self, requests=tuple(replace(request, group_id=group_id) for request in self.requests))
 
     def after(self, found: Mapping[str, Trajectory], stopped: Mapping[str, RolloutRequest]) -> OpenGroup:
-        """The group after a rollout that finished some requests, and stopped others."""
         own = {r.request_id: found[r.request_id] for r in self.requests if r.request_id in found}
         requests = tuple(stopped.get(request.request_id, request) for request in self.requests)
         return replace(self, requests=requests, finished=self.finished | own)
 
 
 def num_in_flight(want: int, oversample: float) -> int:
-    """Return how many groups a step works at, to learn from `want` of them."""
     return math.ceil(want * oversample - 1e-9)
 
 
 def opened(
     carried: Sequence[OpenGroup], problems: Sequence[int], requests: Sequence[RolloutRequest]
 ) -> list[OpenGroup]:
-    """Return all groups of a step, numbered anew, carried ones first; `requests` are the new ones, group by group."""
     size = len(requests) // len(problems) if problems else 0
     fresh = [
         OpenGroup(problem=problem, requests=tuple(requests[i * size : (i + 1) * size]), finished={})
@@ -212,18 +202,14 @@ def opened(
 
 
 def share(groups: Sequence[OpenGroup], want: int, *, engines: int, own: Collection[int]) -> int:
-    """Return how many groups must become complete on a rank with the engines `own`; shares make `want` or more.
-
-    Group i runs on the rank that owns engine i modulo `engines`. A rank's share of `want` is as large as its share of
-    the engines.
-    """
+    """Return how many groups the rank with engines `own` must yet complete; group i is on engine i modulo `engines`."""
     wanted = sum(i % engines in own for i in range(want))
     complete = sum(group.complete for i, group in enumerate(groups) if i % engines in own)
     return wanted - complete
 
 
 def settled(groups: Sequence[OpenGroup], want: int) -> tuple[list[OpenGroup], list[OpenGroup]]:
-    """Return (the first `want` complete groups, by number, to learn from; the others)."""
+    """Return (the first `want` complete groups, the others)."""
     kept = [i for i, group in enumerate(groups) if group.complete][:want]
     return [groups[i] for i in kept], [group for i, group in enumerate(groups) if i not in set(kept)]
 
@@ -233,7 +219,7 @@ def state(groups: Sequence[OpenGroup]) -> object:
 
 
 def restored(state: object, *, group_size: int) -> list[OpenGroup]:
-    """Restore a `state`. Raises CheckpointError for what is none, or is of groups of another size."""
+    """Undo `state`. Raises CheckpointError."""
     try:
         groups = msgspec.convert(state, list[OpenGroup])
     except msgspec.ValidationError as error:

@@ -1,10 +1,12 @@
-"""A session: the calls of one agent to the policy, as sequences to learn from. Token in, token out.
+"""A session: one agent's calls to the policy, as sequences to learn from. Token in, token out.
 
-Invariants: what was sampled stands in one sequence, and is learned from there alone; a call that repeats what was said
-so far goes on with those very tokens; one that does not, or goes on from an earlier place, begins a branch, a sequence
-of its own whose prompt is all that came before; the noise of a turn depends on the session's seed, the turn's prompt,
-how often that was asked for with the same limits, and the position, so that neither timing nor drafts nor the order of
-calls that are open at once move a token, and no two turns share noise; a session ends by itself.
+Invariants:
+- sampled tokens stand in one sequence, and are learned from there alone;
+- a call that repeats what was said goes on with those tokens; any other begins a branch, with all that came before as
+  its prompt;
+- noise depends on the session's seed, the prompt, how often that was asked for with the same limits, and the position,
+  not on timing, drafts or order; no turns share noise;
+- a session ends by itself.
 """
 
 from __future__ import annotations
@@ -26,19 +28,15 @@ from specactor.rollout import resume
 from specactor.rollout.endpoint import Body, Call, Part, Refusal
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
-TURN = "/"
-"""In the name of a request: between the session's and the number of its turn."""
+TURN = "/"  # between the session's name and the turn's number
+# Times `max_new_tokens` that a session may sample over all branches: an end to an agent that asks until it likes an
+# answer.
 MAX_SEQUENCES = 16
-"""Whole responses (`max_new_tokens`) that a session may sample over all of its branches: more than any search that is
-learned from needs, and an end to an agent that asks until it likes an answer."""
-_HEEDED = ("role", "content", "tool_calls", "tool_call_id", "name")
-"""Fields of a message."""
-Tools = list[tuple[str, str]]
-"""Names of the tools that a response calls, and arguments in JSON."""
+_HEEDED = ("role", "content", "tool_calls", "tool_call_id", "name")  # fields of a message
+Tools = list[tuple[str, str]]  # names of called tools, and arguments in JSON
+# splits a text into the rest and calls of tools
 Parse = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, Tools]]
-"""Finds calls of tools in a text, and what is left of it."""
-_Said = tuple[object, ...]
-"""A message as it is compared with others."""
+_Said = tuple[object, ...]  # a message as it is compared with others
 
 
 class _Function(msgspec.Struct):
@@ -59,58 +57,49 @@ class _Tool(msgspec.Struct):
 
 @dataclass(kw_only=True)
 class _Branch:
-    """One sequence."""
-
     so_far: Trajectory
-    is_open: bool = True
-    """An engine generates its next turn."""
+    is_open: bool = True  # an engine generates its next turn
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Turn:
-    """One choice of a call."""
-
     request: RolloutRequest
     call: Call
     choice: int
     branch: _Branch
-    said: tuple[int, ...]
-    """Tokens between the branch so far and the response."""
+    said: tuple[int, ...]  # tokens between the branch so far and the response
     before: tuple[_Said, ...]
     tools: str
 
 
 class Session:
-    """Of one agent. All methods are called from one thread."""
+    """One agent's calls, in one thread."""
 
     def __init__(self, request: RolloutRequest, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> None:
-        """`request`: its name, seed and sampling are the session's. Raises DataError without a chat template."""
+        """Take name, seed and sampling of `request`. Raises DataError without a chat template."""
         if tokenizer.chat_template is None:
             raise DataError("agents: the model's tokenizer has no chat template. Give one to the model's folder.")
         self._request, self._tokenizer, self._longest = request, tokenizer, max_prompt_tokens
         self._open: dict[str, _Turn] = {}
-        self._streamed: dict[str, tuple[int, int]] = {}
-        """Characters and tokens that were told of turns which are streamed."""
+        self._streamed: dict[str, tuple[int, int]] = {}  # characters and tokens that were sent of streamed turns
         self._branches: list[_Branch] = []
+        # messages up to a response's end -> its branch, and the tokens until there
         self._places: dict[tuple[object, ...], tuple[_Branch, int]] = {}
-        """What was said until a response had ended: the branch, and its tokens until there."""
         self._asked: Counter[tuple[tuple[int, ...], ...]] = Counter()
         self._num_turns = self._num_sampled = 0
-        self.is_full = False
-        """A call was refused for want of room, or since the session has sampled enough."""
+        self.is_full = False  # a call was refused for want of room, or of tokens left to sample
 
     @property
     def turns(self) -> list[RolloutRequest]:
-        """Those that engines are to generate, or generate."""
         return [turn.request for turn in self._open.values()]
 
     def is_streamed(self, request_id: str) -> bool:
-        """Whether parts of the response are wanted; where it may call tools, it is read as a whole."""
+        """Return whether parts are wanted; a response that may call tools is read as a whole."""
         body = self._open[request_id].call.body
         return bool(body.stream) and not body.tools
 
     def ask(self, call: Call) -> list[RolloutRequest]:
-        """Return what engines are to generate for a call; none if it is refused."""
+        """Return a call's turns; none if it is refused."""
         try:
             turns = self._turns_of(call)
         except Refusal as refusal:
@@ -123,7 +112,7 @@ class Session:
         return [turn.request for turn in turns]
 
     def hear_so_far(self, so_far: Trajectory) -> None:
-        """Pass on what there is of a response that is streamed, but for characters that may begin a stop."""
+        """Send what there is, but for characters that may begin a stop."""
         if not self.is_streamed(so_far.request_id):
             return
         turn = self._open[so_far.request_id]
@@ -131,7 +120,6 @@ class Session:
         self._tell(turn, so_far, text[: len(text) - max((len(s) - 1 for s in turn.request.sampling.stop), default=0)])
 
     def hear(self, response: Trajectory, parse: Parse) -> None:
-        """Append a whole response, and answer the call."""
         turn = self._open[response.request_id]
         text, tools = self._text(turn, response), Tools()
         if turn.tools:
@@ -149,13 +137,12 @@ class Session:
         self._tell(turn, response, text, calls, "tool_calls" if calls else response.finish_reason)
 
     def refuse_open(self) -> None:
-        """The session is over: nobody will answer its calls."""
         for turn in self._open.values():
             turn.call.tell(Refusal("session: it is over.", "session_over", 410))
         self._open.clear()
 
     def whole(self) -> Trajectory:
-        """Return the sequences in an order that no arrival moves; the first has the others. Without one, nothing."""
+        """Return the first sequence, with the others as its branches, in an order that no arrival moves."""
         found = [branch.so_far for branch in self._branches if branch.so_far.token_ids]
         found.sort(key=lambda t: (t.prompt_ids, t.seed, t.token_ids))
         if not found:
@@ -164,7 +151,6 @@ class Session:
         return replace(first, request_id=self._request.request_id, branches=tuple(others))
 
     def _turns_of(self, call: Call) -> list[_Turn]:
-        """Raises Refusal."""
         body = call.body
         self._check(body)
         messages = [_normal(message) for message in body.messages]
@@ -210,7 +196,7 @@ class Session:
         return turns
 
     def _sampling(self, body: Body, num_prompt: int, so_far: int) -> SamplingParams:
-        """Raises Refusal where there is no room. `so_far`: tokens of the sequence behind its prompt."""
+        """Return a turn's sampling. Raises Refusal where there is no room."""
         own = self._request.sampling
         if self._num_sampled >= MAX_SEQUENCES * own.max_new_tokens:
             self.is_full = True
@@ -235,7 +221,7 @@ class Session:
     def _prompt(
         self, messages: Sequence[dict[str, Any]], before: tuple[_Said, ...], tools: str, body: Body
     ) -> tuple[_Branch | None, tuple[int, ...], tuple[int, ...]]:
-        """Return the branch that the call goes on with, if any; all tokens before the response; and the new ones."""
+        """Return the branch that goes on, all tokens before the response, and the new ones."""
         try:
             for k in range(len(messages) - 1, 0, -1):
                 if (place := self._places.get((tools, *before[:k]))) is not None:
@@ -250,7 +236,6 @@ class Session:
         return None, prompt_ids, ()
 
     def _check(self, body: Body) -> None:
-        """Raises Refusal for what cannot be done."""
         own = self._request.sampling
         ours = {"temperature": own.temperature, "top_p": own.top_p}
         others = [(name, getattr(body, name), value) for name, value in ours.items()] if own.temperature else []
@@ -273,7 +258,6 @@ class Session:
                 raise Refusal(f"{name}: got {value!r:.80}, expected {expected}. What is sampled is trained on.")
 
     def _text(self, turn: _Turn, response: Trajectory) -> str:
-        """Without the text that ended it."""
         text = str(self._tokenizer.decode(list(response.token_ids), skip_special_tokens=True))
         ends = [end for stop in turn.request.sampling.stop if (end := text.find(stop)) >= 0]
         return text[: min(ends)] if ends else text
@@ -281,7 +265,7 @@ class Session:
     def _tell(
         self, turn: _Turn, response: Trajectory, text: str, calls: Sequence[Mapping[str, Any]] = (), reason: str = ""
     ) -> None:
-        """Tell what is new of a response; a reason ends it."""
+        """Send what is new; a reason ends the response."""
         characters, tokens = self._streamed.pop(turn.request.request_id, (0, 0))
         if not reason and len(text) <= characters:
             self._streamed[turn.request.request_id] = characters, tokens
@@ -308,7 +292,7 @@ class Session:
 
 
 def _normal(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as a chat template wants it: its content a text. Raises Refusal."""
+    """Return a message whose content is a text. Raises Refusal."""
     content = message.get("content") or ""
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
@@ -323,7 +307,7 @@ def _normal(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wanted(body: Body) -> tuple[int, int, int]:
-    """Return numbers that tell apart calls of one prompt which want different things."""
+    """Return numbers that tell apart calls of one prompt."""
     limits = [x for x in (body.max_completion_tokens, body.max_tokens) if x is not None]
     return body.n or 1, min(limits, default=0), zlib.crc32(json.dumps(body.stop).encode()) if body.stop else 0
 
@@ -336,6 +320,6 @@ def _is_tool(tool: Mapping[str, Any]) -> bool:
 
 
 def _said(message: Mapping[str, Any]) -> _Said:
-    """Return what two messages must share to be one; names of calls are the endpoint's own."""
+    """Return what equal messages have in common."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     return (message["role"], message["content"], message.get("tool_call_id"), *calls)

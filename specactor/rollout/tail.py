@@ -1,8 +1,7 @@
-"""Late in a rollout, drafters that sleep on the devices of idle engines can be woken to draft for the others
-(Algorithm 3 of 2511.16193).
+"""Wakes drafters that sleep on idle engines' devices (Algorithm 3 of 2511.16193).
 
-Invariants: at most one drafter is awake; it leaves before its engine is given requests; it is woken only where it is
-predicted to pay; tokens never change by it; nothing here waits.
+Invariants: at most one is awake; it leaves before its engine gets requests; it is woken only where it should pay;
+tokens never change by it; nothing waits.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
@@ -43,8 +42,8 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TailCosts:
-    """Seconds are counted in rounds of an engine with one request."""
+class WakeWhereItPays:
+    """Decides whether to wake a drafter. Its costs are in rounds of an engine with one request."""
 
     per_request: float = 0.05  # of a round, per request beyond the first, or per verified row
     margin: float = 0.05  # share of a request's time left that a drafter must save
@@ -54,53 +53,57 @@ class TailCosts:
     max_window: int = 8
     notice_rounds: float = 32.0  # until an engine that found no drafter looks for one again
 
-
-@dataclass(frozen=True, kw_only=True)
-class WakeWhereItPays:
-    """Decides, while an engine has run dry, whether a drafter is woken there. PURE."""
-
-    costs: TailCosts = field(default_factory=TailCosts)
-
     def engine_to_wake(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> int | None:
-        """Return the engine whose drafter is awake soonest, if that is predicted to pay for some request. `loads` are
-        of the living engines, `finished` the lengths of finished responses."""
+        """Return the engine whose drafter is awake soonest, if that pays for some request. PURE. `loads` are of living
+        engines, `finished` lengths in tokens.
+        """
         wakes = [(load.wake_rounds, load.engine) for load in loads if load.wake_rounds is not None]
         if not wakes:
             return None
         soonest, engine = min(wakes)
-        lengths, costs = Lengths(finished), self.costs
+        lengths = Lengths(finished)
         # One drafter drafts for all requests, so its time is charged for all.
         served = sum(min(len(load.running), load.slots) for load in loads)
 
         @cache
         def faster(requests: int) -> float:
-            return max(1.0, speedup(costs.acceptance, _live_costs(costs, requests, served)))
+            return max(1.0, speedup(self.acceptance, self._live_costs(requests, served)))
 
         pays = any(
             gain_after(
-                soonest + costs.notice_rounds,
+                soonest + self.notice_rounds,
                 lengths.expected_left(request.emitted, request.max_new_tokens),
                 faster(min(len(load.running), load.slots)),
             )
-            > 1.0 + costs.margin
+            > 1.0 + self.margin
             for load in loads
             for request in load.running
         )
         return engine if pays else None
 
     def after(self, counts: Mapping[str, Counts]) -> WakeWhereItPays:
-        """Return the policy of the next step, given each drafter's counts in this one."""
-        own, believed, first = counts.get(METHOD, Counts()), self.costs.acceptance, self.costs.first_acceptance
+        """Return the next step's policy, given each drafter's counts."""
+        own, believed, first = counts.get(METHOD, Counts()), self.acceptance, self.first_acceptance
         # a drafter that is believed to be bad is not woken, so nothing of it is seen, though it may have learned
         # since: such a belief goes back to the first one, until the drafter is tried again.
         acceptance = own.acceptance(believed) if own.drafted_at[0] else believed + RETURN_SHARE * (first - believed)
-        return replace(self, costs=replace(self.costs, acceptance=acceptance))
+        return replace(self, acceptance=acceptance)
+
+    def _live_costs(self, requests: int, served: int) -> LiveCosts:
+        rows_W = requests * np.arange(1.0, self.max_window + 2)
+        verify_W = 1.0 + self.per_request * (rows_W - 1.0)
+        step = self.draft_step * (1.0 + self.per_request * (served - 1))
+        return LiveCosts(
+            plain_s=float(verify_W[0]),
+            verify_s=verify_W,
+            coupled_draft_s=None,
+            decoupled_draft_s=step * np.arange(2.0, self.max_window + 2),
+        )
 
 
 def tail_policy(config: Config) -> WakeWhereItPays | None:
-    """Return what a run asked for; None: nothing is done."""
     max_window = config.rollout.speculation.max_window
-    return WakeWhereItPays(costs=TailCosts(max_window=max_window)) if config.lends_devices else None
+    return WakeWhereItPays(max_window=max_window) if config.lends_devices else None
 
 
 class Lengths:
@@ -109,27 +112,14 @@ class Lengths:
         self._sums = list(accumulate(reversed(self._sorted), initial=0))
 
     def expected_left(self, emitted: int, limit: int) -> float:
-        """Return how many tokens a response will yet get, if it goes on as longer ones did, from 1 to the limit."""
+        """Return the tokens left if a response goes on as longer ones did, from 1 to the limit."""
         longer = len(self._sorted) - bisect_right(self._sorted, emitted)
         mean = self._sums[longer] / longer if longer else float(limit)
         return max(1.0, min(mean, limit) - emitted)
 
 
-def _live_costs(costs: TailCosts, requests: int, served: int) -> LiveCosts:
-    """Return costs in rounds of an engine with one request; the engine has `requests`, the drafter serves `served`."""
-    rows_W = requests * np.arange(1.0, costs.max_window + 2)
-    verify_W = 1.0 + costs.per_request * (rows_W - 1.0)
-    step = costs.draft_step * (1.0 + costs.per_request * (served - 1))
-    return LiveCosts(
-        plain_s=float(verify_W[0]),
-        verify_s=verify_W,
-        coupled_draft_s=None,
-        decoupled_draft_s=step * np.arange(2.0, costs.max_window + 2),
-    )
-
-
 class BorrowedDevices:
-    """The devices of engines that have run dry, in one rollout, which begins now. Engines are positions here."""
+    """The devices of idle engines in one rollout. Engines are positions."""
 
     def __init__(
         self,
@@ -145,7 +135,7 @@ class BorrowedDevices:
         self._dry: set[int] = set()  # engines of which the drafters know that they have nothing to do
 
     def give_back(self, engine: int) -> None:
-        """Call it before the engine is given requests."""
+        """Call it before the engine gets requests."""
         if self._drafters is not None:
             self._dry.discard(engine)
             self._drafters.sleep(self._engines[engine].index)
@@ -153,8 +143,7 @@ class BorrowedDevices:
     def lend(
         self, loads: Callable[[], Sequence[EngineLoad]], dry: Iterable[int], finished: Iterable[int], rounds: int
     ) -> None:
-        """Wake a drafter, if the policy says so. `loads` are of all living engines, `dry` those without requests,
-        `finished` the finished responses' lengths, `rounds` those of this rollout so far."""
+        """Wake a drafter, if the policy says so; `finished` are lengths in tokens."""
         if self._drafters is None or self._policy is None:
             return
         for engine in set(dry) - self._dry:
@@ -171,7 +160,6 @@ class BorrowedDevices:
             self.num_woken += 1
 
     def _with_wakes(self, loads: Sequence[EngineLoad], rounds: int) -> list[EngineLoad]:
-        """Turn the seconds of waking into rounds as they were in this rollout: none before one was seen."""
         assert self._drafters is not None
         rounds_per_s = rounds / max(self._clock() - self._began_s, 1e-6)
         found = []

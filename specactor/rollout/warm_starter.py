@@ -1,8 +1,7 @@
-"""A process that has imported what engines import, and forks them, so that an engine is ready in about a second.
+"""A process that has imported what engines import, and forks them, so that one is ready in about a second.
 
-Invariants: the starter has one thread and touches no device; it dies with the process that started it, and its
-children live on; where it cannot serve, `fork` returns None and the caller starts a process itself; a child whose
-caller gave up does nothing.
+Invariants: it has one thread and touches no device; it dies with its owner, unlike its children; `fork` returns None
+where it cannot serve; a child whose caller gave up does nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _MODULES = (
     "specactor.rollout.sglang.engine_server",
     "specactor.rollout.sglang.plugin",
 )
-_READ_ON_IMPORT = (
+_READ_ON_IMPORT = (  # Libraries read these once, so a child must have them as the starter had them.
     "PYTHONPATH",
     "LD_",
     "OMP_",
@@ -48,9 +47,8 @@ _READ_ON_IMPORT = (
     "TRANSFORMERS_",
     "TOKENIZERS_",
 )
-"""Libraries read variables of these names once, so a child must have them as the starter had them."""
+# These are read when an engine starts; torch itself sets the last one on import.
 _READ_LATE = ("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_EAGER_INPUT_NO_COPY", "TORCHINDUCTOR_CACHE_DIR")
-"""But these are read when an engine starts; the last one torch itself sets when it is imported."""
 _TIMEOUT_S = 60.0  # longest wait for a child; a process that waited in vain asks the starter no more
 _GO = b"go"  # the caller has the child, which does nothing until then: a caller that gave up starts its own
 _REAP_EVERY_MS = 200
@@ -58,8 +56,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """An order to fork. The socket for ``--fd`` and the log come with it as files."""
-
     module: str
     arguments: tuple[str, ...]
     environment: dict[str, str]
@@ -67,7 +63,7 @@ class _Order(msgspec.Struct, frozen=True):
 
 
 class Forked:
-    """A child of the starter, with the methods of `subprocess.Popen` that its owner needs."""
+    """A child of the starter, with methods of `subprocess.Popen`."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
@@ -96,13 +92,13 @@ class Forked:
 
 
 class WarmStarter:
-    """Starts the starter, and ends it. Use it as a context; `fork` finds it by the environment variable `NAME`."""
+    """The starter, as a context; `fork` finds it by the environment variable `NAME`."""
 
     def __init__(self, name: str, *, starts: bool = True) -> None:
-        """Start it if this process `starts` it, and return at once; `name` is unique on the machine.
+        """Start it if this process `starts` it; `name` is unique on the machine.
 
-        Does nothing where there is one already, and on a machine with a GPU: a fork of a process that has a CUDA
-        context cannot use CUDA, and libraries may create one when they are imported.
+        Does nothing where there is one already, or a GPU: a fork cannot use CUDA after its parent, and imports may
+        begin it.
         """
         self._process: subprocess.Popen[bytes] | None = None
         if cpu.has_gpu() or os.environ.get(NAME):
@@ -132,7 +128,7 @@ class WarmStarter:
         self.close()
 
     def close(self) -> None:
-        """End it; may be called again. Its children live on."""
+        """End it, but not its children."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -143,8 +139,7 @@ class WarmStarter:
 def fork(
     module: str, arguments: tuple[str, ...], files: tuple[int, int], environment: Mapping[str, str]
 ) -> Forked | None:
-    """Return a process that runs ``python -m module arguments --fd N``, N and its output being `files`; None without a
-    starter."""
+    """Run ``python -m module arguments --fd N``; `files` are N and the output. Returns None without a starter."""
     name = os.environ.get(NAME)
     if not name or cpu.has_gpu():
         return None
@@ -171,7 +166,7 @@ def fork(
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Return whether the other end is of the same user, and not in another container, whose pids are 0 here."""
+    """Return whether the other end is of this user, and not in another container, whose pids are 0 here."""
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(pid > 0 and uid == os.getuid())
 
@@ -222,7 +217,6 @@ def _import() -> None:
 
 
 def _serve(connection: socket.socket, listener: socket.socket, settings: Mapping[str, str]) -> None:
-    """Fork one order. Whatever is wrong with it, the starter goes on, and the other side sees the end of the stream."""
     connection.settimeout(1.0)
     files: list[int] = []
     try:
@@ -243,7 +237,7 @@ def _serve(connection: socket.socket, listener: socket.socket, settings: Mapping
             os.kill(pid, signal.SIGKILL)
         finally:
             os.close(pidfd)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # the caller sees the end of the stream
         return
     finally:
         for file in files:
@@ -251,7 +245,6 @@ def _serve(connection: socket.socket, listener: socket.socket, settings: Mapping
 
 
 def _become(order: _Order, fd: int, log: int, ours: tuple[socket.socket, socket.socket]) -> NoReturn:
-    """Make of the child what the module finds in a process of its own."""
     try:
         os.setsid()
         listener, connection = ours

@@ -23,7 +23,7 @@ def main() -> int:
     from specactor import run
     from specactor.config import Config
     from specactor.rollout import collector, pool
-    from specactor.rollout.tail import BorrowedDevices, EngineLoad, TailCosts, WakeWhereItPays
+    from specactor.rollout.tail import BorrowedDevices, EngineLoad, WakeWhereItPays
     from specactor.types import RolloutRequest
 
     def to_the_first(requests: Sequence[RolloutRequest], num_engines: int) -> list[list[RolloutRequest]]:
@@ -31,8 +31,9 @@ def main() -> int:
 
     def at_once(config: Config) -> WakeWhereItPays:
         max_window = config.rollout.speculation.max_window
-        costs = TailCosts(max_window=max_window, acceptance=0.9, draft_step=0.0, per_request=0.0, notice_rounds=0.0)
-        return WakeWhereItPays(costs=costs)
+        return WakeWhereItPays(
+            max_window=max_window, acceptance=0.9, draft_step=0.0, per_request=0.0, notice_rounds=0.0
+        )
 
     def awake_at_once(self: BorrowedDevices, loads: Sequence[EngineLoad], rounds: int) -> list[EngineLoad]:
         found = real(self, loads, max(rounds, 1))  # at once, also before a response has told of rounds
@@ -50,7 +51,6 @@ def main() -> int:
     real = BorrowedDevices._with_wakes
     BorrowedDevices._with_wakes = awake_at_once  # type: ignore[method-assign]
     run.tail_policy = at_once  # type: ignore[assignment]
-    TailCosts.notice_rounds = 0.0  # type: ignore[misc]
     pool.assign = to_the_first
     collector.held_back = lambda *_, **__: {}  # while groups wait, no device is lent
     return train_moe.main()

@@ -176,12 +176,13 @@ def test_engines_reach_the_drafters_of_their_host_alone(tmp_path: Path) -> None:
     nobody = offer([], View("here"))[1]
     assert nobody == Offer(host=View("here"))
     got = access(made, [nobody, there, told], host=View("here"), engine=4)
-    assert told.keys is not None
-    assert got.drafters == tuple(Address(endpoint=spec.endpoint, keys=told.keys) for spec in specs)
+    keys = told.drafters[0].keys
+    assert keys is not None
+    assert got.drafters == tuple(Address(endpoint=spec.endpoint, keys=keys) for spec in specs)
     assert len({address.endpoint for address in got.drafters}) == 3
     assert all(address.endpoint.startswith("ipc://@") for address in got.drafters), "no other host reaches them"
     assert got.engine == "engine-4"
-    assert all(spec.keys is not None and spec.keys.engine_public == told.keys.public for spec in own)
+    assert all(spec.keys is not None and spec.keys.engine_public == keys.public for spec in own)
     secret = own[0].keys.secret if own[0].keys else ""
     assert secret.encode() not in msgspec.json.encode([told, there])
     assert secret not in repr(own)

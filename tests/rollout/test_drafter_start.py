@@ -131,7 +131,7 @@ def test_drafters_are_where_engines_look(tmp_path: Path, monkeypatch: pytest.Mon
 
 def keys_of_the_first(config: Config, offers: Sequence[Offer], **of: Any) -> DrafterAccess:
     """For the drafters of all hosts."""
-    keys = next(offer.keys for offer in offers if offer.keys)
+    keys = next(offer.drafters[0].keys for offer in offers if offer.drafters)
     found = access(config, offers, **of)
     return replace(found, drafters=tuple(replace(address, keys=keys) for address in found.drafters))
 

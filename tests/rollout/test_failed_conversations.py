@@ -72,11 +72,11 @@ def test_nothing_is_left_out_where_nothing_failed() -> None:
     assert collector.notes == []
 
 
-def test_a_step_without_groups_ends_the_run_in_one_line() -> None:
-    collector = Collector()
-    groups = collector._score_groups(PROBLEMS, responses(set(range(12)) - {0, 5}))
+def test_a_step_without_groups_ends_the_run_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    collector, failed = Collector(), set(range(12)) - {0, 5}
+    monkeypatch.setattr(collector, "_collect_all", lambda step: collector._score_groups(PROBLEMS, responses(failed)))
     with pytest.raises(DataError) as caught:
-        collector._not_empty(groups)
+        collector.collect(0)
     assert str(caught.value) == (
         "environments and verifiers: 10 responses of a step failed, and no group is left to learn from; the first: "
         "mine: step: no answer in time. Correct what failed, or raise rollout.environment_timeout_s."

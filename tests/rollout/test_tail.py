@@ -23,7 +23,6 @@ from specactor.rollout.tail import (
     EngineLoad,
     Lengths,
     Running,
-    TailCosts,
     WakeWhereItPays,
     tail_policy,
 )
@@ -35,8 +34,8 @@ def load(engine: int, count: int = 0, *, emitted: int = 10, limit: int = 200, **
     return EngineLoad(engine=engine, running=requests, **{"slots": 8} | more)
 
 
-def woken(loads: Sequence[EngineLoad], costs: TailCosts, finished: Sequence[int] = ()) -> int | None:
-    return WakeWhereItPays(costs=costs).engine_to_wake(loads, finished)
+def woken(loads: Sequence[EngineLoad], policy: WakeWhereItPays, finished: Sequence[int] = ()) -> int | None:
+    return policy.engine_to_wake(loads, finished)
 
 
 @st.composite
@@ -54,37 +53,37 @@ def fleets(draw: st.DrawFn) -> list[EngineLoad]:
 def test_the_drafter_that_is_awake_soonest(
     loads: list[EngineLoad], finished: list[int], acceptance: float, draft_step: float
 ) -> None:
-    engine = woken(loads, TailCosts(acceptance=acceptance, draft_step=draft_step), finished)
+    engine = woken(loads, WakeWhereItPays(acceptance=acceptance, draft_step=draft_step), finished)
     wakes = {of.engine: of.wake_rounds for of in loads if of.wake_rounds is not None}
     assert engine is None or wakes[engine] == min(wakes.values())
     assert engine is None or any(of.running for of in loads), "for nobody"
 
 
 def test_a_drafter_is_woken_where_it_pays() -> None:
-    costs = TailCosts(acceptance=0.8, draft_step=0.1, notice_rounds=10.0)
+    policy = WakeWhereItPays(acceptance=0.8, draft_step=0.1, notice_rounds=10.0)
     busy = load(0, 1, emitted=20)
     dry = load(1, wake_rounds=30.0)
-    assert woken([busy, dry], costs) == 1
-    assert woken([busy, load(1)], costs) is None, "nobody sleeps there"
-    assert woken([busy, load(1, wake_rounds=300.0)], costs) is None, "it would wake too late"
-    assert woken([load(0, 1, emitted=160), dry], costs) is None
-    assert woken([busy, dry], costs, [30] * 9) is None, "responses have not been that long"
-    for worse in (replace(costs, acceptance=0.0), replace(costs, draft_step=2.0), replace(costs, per_request=9.0)):
+    assert woken([busy, dry], policy) == 1
+    assert woken([busy, load(1)], policy) is None, "nobody sleeps there"
+    assert woken([busy, load(1, wake_rounds=300.0)], policy) is None, "it would wake too late"
+    assert woken([load(0, 1, emitted=160), dry], policy) is None
+    assert woken([busy, dry], policy, [30] * 9) is None, "responses have not been that long"
+    for worse in (replace(policy, acceptance=0.0), replace(policy, draft_step=2.0), replace(policy, per_request=9.0)):
         assert woken([busy, dry], worse) is None
     two = [load(0, 2), dry, load(2, wake_rounds=5.0)]
-    assert woken(two, costs) == 2, "one drafts for both, and the one that is there first"
+    assert woken(two, policy) == 2, "one drafts for both, and the one that is there first"
 
 
 def test_the_time_of_a_drafter_that_serves_all_is_charged() -> None:
-    costs = TailCosts(acceptance=0.8, draft_step=0.3, per_request=0.3, notice_rounds=0.0)
+    policy = WakeWhereItPays(acceptance=0.8, draft_step=0.3, per_request=0.3, notice_rounds=0.0)
     one, others = load(0, 1, limit=400), load(1, 20, limit=400, slots=20)
-    assert woken([one, load(2, wake_rounds=5.0)], costs) == 2
-    assert woken([one, others, load(2, wake_rounds=5.0)], costs) is None
+    assert woken([one, load(2, wake_rounds=5.0)], policy) == 2
+    assert woken([one, others, load(2, wake_rounds=5.0)], policy) is None
 
 
 def test_with_many_requests_rows_are_dear_and_nobody_is_woken() -> None:
-    assert woken([load(0, 2, limit=400, slots=64), load(1, wake_rounds=10.0)], TailCosts()) == 1
-    assert woken([load(0, 64, limit=400, slots=64), load(1, wake_rounds=10.0)], TailCosts()) is None
+    assert woken([load(0, 2, limit=400, slots=64), load(1, wake_rounds=10.0)], WakeWhereItPays()) == 1
+    assert woken([load(0, 64, limit=400, slots=64), load(1, wake_rounds=10.0)], WakeWhereItPays()) is None
 
 
 def test_the_next_step_is_planned_with_the_acceptance_of_this_one() -> None:
@@ -92,9 +91,9 @@ def test_the_next_step_is_planned_with_the_acceptance_of_this_one() -> None:
     seen.round([3] * 1000, [3] * 900 + [0] * 100, verify_s=1.0, draft_s=0.0)
     assert policy.after({}) == policy
     assert policy.after({"suffix": seen}) == policy
-    assert policy.after({METHOD: seen}).costs.acceptance == pytest.approx(0.9, abs=0.03)
+    assert policy.after({METHOD: seen}).acceptance == pytest.approx(0.9, abs=0.03)
     few.round([3], [0], verify_s=1.0, draft_s=0.0)
-    assert policy.after({METHOD: few}).costs.acceptance == pytest.approx(policy.costs.acceptance, abs=0.02)
+    assert policy.after({METHOD: few}).acceptance == pytest.approx(policy.acceptance, abs=0.02)
 
 
 def test_a_drafter_that_was_bad_once_is_tried_again() -> None:
@@ -109,7 +108,7 @@ def test_a_drafter_that_was_bad_once_is_tried_again() -> None:
         steps += 1
         assert steps < 20
     assert steps > 3, "not at once, or it would be woken for nothing in most steps"
-    assert policy.costs.acceptance < policy.costs.first_acceptance
+    assert policy.acceptance < policy.first_acceptance
 
 
 def test_what_is_left_follows_from_longer_responses() -> None:
@@ -131,7 +130,7 @@ def test_the_policy_of_a_configuration() -> None:
         "2",
     ]
     lending = recipes.load(["quickstart_plain", *words, "--rollout.speculation.mode", "decoupled"])
-    assert tail_policy(lending) == WakeWhereItPays(costs=TailCosts(max_window=3))
+    assert tail_policy(lending) == WakeWhereItPays(max_window=3)
     own = replace(lending, parallel=replace(lending.parallel, drafters=1))
     assert tail_policy(own) is tail_policy(recipes.load(["quickstart_plain"])) is None
 

@@ -1,7 +1,6 @@
-"""The drafter's end of decoupled drafting: what it knows of the requests of all engines (a *mirror* of each), and what
-it has drafted ahead of them.
+"""The drafter's end of decoupled drafting: it mirrors each engine's requests, and drafts ahead of them.
 
-PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md. Invariants: see `Mirrors`.
+PURE: frames and seconds in, frames out. Events: docs/decoupled.md.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Key = tuple[int, int]  # session of the engine, number of the request there
 
 @dataclass(slots=True, eq=False)
 class Mirror:
-    """One request: its prompt, what is committed, and what is drafted ahead of it."""
+    """One request, and what is drafted ahead of it."""
 
     key: Key
     opening: Open
@@ -37,8 +36,8 @@ class Mirror:
     reserved: int = 0  # tokens that count against the bound
     complete: bool = True  # whether no commit is missing
     unsent: bool = False  # there are draft tokens that the engine was not sent
+    # by output position of drafted tokens: the second choice, and what may follow it
     branches: dict[int, list[int]] = field(default_factory=dict)
-    """By output position of the drafted tokens: the second choice there, and what may follow it."""
     _stuck: bool = False  # the continuer had nothing to add to these tokens
     _shown_from: int = 0
     _shown: list[int] = field(default_factory=list)  # tokens of the last lane, from `_shown_from` on
@@ -53,12 +52,11 @@ class Mirror:
 
     @property
     def num_drafted(self) -> int:
-        """Return the draft tokens that it has, those of branches included."""
         return self.num_ahead + sum(map(len, self.branches.values()))
 
     @property
     def most_held(self) -> int:
-        """Return its tokens once all is drafted that may be before the next commit; no lane is longer."""
+        """Return the most tokens that it may hold before the next commit."""
         return len(self.opening.prompt_ids) + self.committed + AHEAD * self.window
 
     @property
@@ -67,23 +65,27 @@ class Mirror:
 
     @property
     def _room(self) -> int:
-        """Return how many draft tokens may still be made."""
         return AHEAD * self.window - self.num_ahead
 
-    def lane(self) -> Lane:
-        """Return the request for the next call of the continuer, valid until the mirror changes."""
+    def lane(self, branch: int | None = None) -> Lane:
+        """Return the lane of the request, or of its branch at a position, valid until the mirror changes."""
+        if branch is None:
+            tokens = self.tokens
+            agreed = self._shown_from + common(self._shown, self.tokens[self._shown_from :])
+        else:
+            tokens, agreed = [*self.tokens[:branch], *self.branches[branch]], branch
         return Lane(
             key=self.key,
             prompt_ids=self.opening.prompt_ids,
-            tokens=self.tokens,
+            tokens=tokens,
             seed=self.opening.seed,
             temperature=self.opening.temperature,
-            agreed=self._shown_from + common(self._shown, self.tokens[self._shown_from :]),
+            agreed=agreed,
+            branch=branch,
         )
 
     def short_branches(self) -> list[tuple[int, int, int]]:
-        """Return (tokens, tokens drafted before, position) of the branches that want another token: those that the
-        next verify may decide, and no longer than a window."""
+        """Return (tokens, tokens drafted before, position) of branches that want a token."""
         if not self.complete:
             return []
         last = self.committed + self.window
@@ -93,20 +95,7 @@ class Mirror:
             if at < last and len(branch) <= self.window
         ]
 
-    def branch_lane(self, at: int) -> Lane:
-        """Return the branch at a position for the next call of the continuer, valid until the mirror changes."""
-        return Lane(
-            key=self.key,
-            prompt_ids=self.opening.prompt_ids,
-            tokens=[*self.tokens[:at], *self.branches[at]],
-            seed=self.opening.seed,
-            temperature=self.opening.temperature,
-            agreed=at,
-            branch=at,
-        )
-
     def branched(self, at: int, draft: Sequence[int]) -> int:
-        """Append what the continuer answered to the lane of a branch; return how many tokens were kept."""
         if not draft:
             del self.branches[at]
             return 0
@@ -115,7 +104,7 @@ class Mirror:
         return 1
 
     def extended(self, lane: Lane, draft: Sequence[int], second: int = UNKNOWN) -> int:
-        """Append what the continuer answered to the last lane; return how many tokens were kept."""
+        """Append the answer to the last lane; return how many tokens were kept."""
         self._shown_from, self._shown = self.committed, list(lane.tokens[self.committed :])
         tokens = draft[: self._room]
         branches = tokens and second not in (UNKNOWN, tokens[0])
@@ -127,7 +116,7 @@ class Mirror:
         return len(tokens) + bool(branches)
 
     def commit(self, fresh: Sequence[int], now_s: float) -> int:
-        """Commit these tokens after those that are; return how many drafted ones are thrown away."""
+        """Append committed tokens; return how many drafted ones are thrown away."""
         before = self.num_drafted
         agreed = common(self.tokens[self.committed :], fresh)
         if agreed < len(fresh):
@@ -146,7 +135,6 @@ class Mirror:
         return wasted
 
     def _take_branch(self, at: int, fresh: Sequence[int]) -> None:
-        """Go on with the second choice at a position, if that is what was committed there."""
         branch = self.branches.get(at)
         if branch is None or branch[0] != fresh[0]:
             return
@@ -154,7 +142,7 @@ class Mirror:
         self.branches.clear()
 
     def tails(self, now_s: float) -> list[Tail]:
-        """Return all that is drafted ahead, the likeliest first. The engine has it then."""
+        """Return all that is drafted ahead, the likeliest first."""
         self.unsent = False
         wait_us = 0
         if self.emptied_s is not None:
@@ -185,17 +173,18 @@ class _Session:
 
 
 class Mirrors:
-    """The requests of all engines, within a bound of tokens.
+    """The requests of all engines.
 
-    Invariants: a mirror holds what its engine committed, then at most `AHEAD` windows drafted from it alone. Prompts,
-    committed and draft tokens, with room for those to be drafted, are at most `max_tokens`: the request heard of
-    longest ago goes first, and comes back when there is room. Branches are not counted: for each drafted token there is
-    at most one, of a window and one token. A request that holds less than a window does not wait for those with more.
-    One that its engine lists no more, or whose engine is silent for `SILENT_S`, is forgotten.
+    Invariants:
+    - a mirror holds what its engine committed, then at most `AHEAD` windows drafted from that alone;
+    - prompts, committed tokens and room for drafts (but not for branches) are at most `max_tokens`: the request heard
+      of longest ago leaves first, and comes back when there is room;
+    - a drafted token has at most one branch, of at most a window and one token;
+    - a request that holds less than a window does not wait for others;
+    - one that its engine lists no more, or whose engine is silent for `SILENT_S`, is forgotten.
     """
 
     def __init__(self, session: int, *, max_tokens: int, drops: Drops | None = None) -> None:
-        """Start without requests; `drops` may be those of an earlier incarnation."""
         self.session = session
         self.max_tokens = max_tokens
         self.drops = drops or Drops("drafter")
@@ -206,11 +195,6 @@ class Mirrors:
         self._unread: set[Key] = set()  # opened, and never drafted for
         self._reserved = 0
         self._forgotten: list[Key] = []
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens held, with room for those that may yet be drafted."""
-        return self._reserved
 
     @property
     def num_wasted(self) -> int:
@@ -251,7 +235,6 @@ class Mirrors:
     def _session(
         self, sender: int, header: protocol.Header, records: Sequence[protocol.ToDrafter], now_s: float
     ) -> _Session | None:
-        """Return the session of a frame; None if it does not count."""
         if header.sender != sender:
             self.drops.add("foreign", f"session {header.sender} in the name of {sender}")
             return None
@@ -272,7 +255,7 @@ class Mirrors:
         return session
 
     def _begin(self, number: int, engine: str, now_s: float) -> _Session:
-        """Begin a new incarnation of an engine: what its last one asked for is over."""
+        """Begin an engine's new incarnation: what the last one asked for is over."""
         if engine in self._engines:
             self._end(self._sessions[self._engines[engine]])
         session = _Session(number=number, engine=engine, heard_s=now_s)
@@ -287,7 +270,6 @@ class Mirrors:
         del self._engines[session.engine]
 
     def _beat(self, session: _Session, beat: Beat) -> None:
-        """Drop what is not listed, ask for what is missing as far as there is room, and send all tails again."""
         session.pulse = True
         listed = {request for request, _, _ in beat.requests}
         for request in [request for request in session.mirrors if request not in listed]:
@@ -347,10 +329,9 @@ class Mirrors:
     # -------------------------------------------------------------------------------------------------- what drafts
 
     def wanted(self, max_lanes: int, *, slower: Callable[[int, int], bool] = lambda few, many: False) -> list[Lane]:
-        """Return requests that want another token, those with the fewest tokens ahead first.
+        """Return lanes that want a token, valid until the next call, those with the fewest ahead first.
 
-        Those that hold less than a window go alone if `slower`(few, many) says that drafting for all takes much longer.
-        Valid until the next call of another method.
+        Those with less than a window go alone if all are much `slower`(few, many).
         """
         ready = [mirror for mirror in self._oldest.values() if mirror.wants_token]
         waiting = [mirror for mirror in ready if mirror.num_ahead < mirror.window]
@@ -362,18 +343,17 @@ class Mirrors:
         return [mirror.lane() for mirror in ready]
 
     def branches(self, max_lanes: int) -> list[Lane]:
-        """Return branches that want another token: short ones first, then those that are decided first. Valid until the
-        next call of another method."""
+        """Return lanes of branches, valid until the next call, short ones first."""
         short = [(*found, mirror) for mirror in self._oldest.values() for found in mirror.short_branches()]
         if len(short) > max_lanes:
             short.sort(key=lambda found: found[:2])
             del short[max(0, max_lanes) :]
-        return [mirror.branch_lane(at) for _, _, at, mirror in short]
+        return [mirror.lane(at) for _, _, at, mirror in short]
 
     def extended(
         self, lanes: Sequence[Lane], drafts: Sequence[Sequence[int]], seconds: Sequence[int] | None = None
     ) -> None:
-        """Append what the continuer answered. `seconds`: its second choices for the first tokens."""
+        """Append answers; `seconds` are second choices for their first tokens."""
         for lane, draft, second in zip(lanes, drafts, seconds or [UNKNOWN] * len(lanes), strict=True):
             key = cast(Key, lane.key)
             mirror, session = self._oldest[key], self._sessions[key[0]]
@@ -388,17 +368,16 @@ class Mirrors:
             self._end(session)
 
     def forgotten(self) -> list[Key]:
-        """Return the requests that ended since the last call."""
         keys, self._forgotten = self._forgotten, []
         return keys
 
     # -------------------------------------------------------------------------------------------------- what leaves
 
     def outgoing(self, session: int, *, version: int, now_s: float, more: bool = False) -> list[bytes]:
-        """Return frames for one engine, with the `version` of the drafter's weights.
+        """Return frames for one engine.
 
-        If `more` is drafted at once, tails may stay here for `TAILS_EVERY_S`, but for those of requests that had none,
-        and unless a prompt is to be read first, which may take long.
+        If `more` is drafted at once, tails may wait for `TAILS_EVERY_S`, unless their request had none, or a prompt is
+        read first.
         """
         peer = self._sessions[session]
         records: list[protocol.ToEngine] = []

@@ -1,7 +1,7 @@
-"""The engine's end of decoupled drafting: which drafter serves which request, and what it has drafted for it (its
-*tail*: draft tokens from a position of the output on).
+"""The engine's end of decoupled drafting: each request's drafter, and its *tail*, the draft tokens from an output
+position.
 
-PURE: frames and seconds in, frames out. Events and what they do: docs/decoupled.md. Invariants: see `Tails`.
+PURE: frames and seconds in, frames out. Events: docs/decoupled.md.
 """
 
 from __future__ import annotations
@@ -72,35 +72,26 @@ class Peer:
 
 
 class Tails:
-    """All open requests of one engine, and the drafters that may draft for it.
+    """An engine's open requests, and its drafters.
 
-    Invariants: no draft token stands on another prefix than the one that it was drafted for; a request is with one
-    drafter or none, and only that drafter's tails count; a drafter that does not answer for `SILENT_S` loses its
-    requests to the others, and is sent all that it should hold when it answers again; a request's tails are those of
-    its drafter's last message.
+    Invariants:
+    - no draft token stands on another prefix than the one that it was drafted for;
+    - a request is with one drafter or none, and only the tails of that drafter's last message count;
+    - a drafter that is silent for `SILENT_S` loses its requests to others, and is sent what it should hold when it
+      answers again.
     """
 
     def __init__(self, session: int, *, engine: str, num_drafters: int, window: int) -> None:
-        """Start without requests; a restart keeps the name `engine`; a verify takes at most `window` tokens."""
+        """Start empty; restarts keep the name `engine`."""
         self.session = session
         self.engine = engine
         self.window = window
         self.drops = Drops(f"engine {engine}")
+        # seconds from a commit that left nothing of a tail to the next tail, by the drafters' clocks; readers clear it
         self.waits_s: deque[float] = deque(maxlen=256)
-        """Seconds from a commit that left nothing of a tail to the next tail, as the drafters measured; taken and
-        cleared by whoever wants them."""
         self._drafters = [Peer(out=Numbering(session)) for _ in range(num_drafters)]
         self._requests: dict[str, Request] = {}
         self._next = 1
-
-    @property
-    def num_requests(self) -> int:
-        return len(self._requests)
-
-    @property
-    def num_tokens(self) -> int:
-        tails = [request.tokens for request in self._requests.values() if request.tokens is not None]
-        return sum(map(len, tails)) // protocol.TOKEN_BYTES
 
     @property
     def live(self) -> list[int]:
@@ -108,12 +99,11 @@ class Tails:
 
     @property
     def version(self) -> int:
-        """Return the oldest weights that a live drafter drafts with; 0 when there is none."""
+        """Return live drafters' oldest weights, or 0."""
         return min((drafter.version for drafter in self._drafters if drafter.live), default=0)
 
     @property
     def drafted(self) -> int:
-        """Return the tokens that the drafters have drafted for this engine, as far as they have said."""
         return sum(drafter.drafted.value for drafter in self._drafters)
 
     @property
@@ -123,7 +113,7 @@ class Tails:
     # --------------------------------------------------------------------------------------------- what the engine does
 
     def open(self, name: str, prompt_ids: Sequence[int], output_ids: list[int], seed: int, temperature: float) -> None:
-        """Start a request. `output_ids` is read again whenever something is to be sent or drafted."""
+        """Start a request; `output_ids` is read again whenever something is sent."""
         self.close(name)
         request = Request(self._next, name, prompt_ids, output_ids, seed, temperature)
         self._next += 1
@@ -142,19 +132,19 @@ class Tails:
             self._leave(request)
 
     def num_owed(self, names: Sequence[str]) -> int:
-        """Count those of the requests whose drafters were sent more than a window, and have not answered yet."""
+        """Count requests whose drafters were sent more than a window, and have not answered."""
         requests = map(self._requests.get, names)
         return sum(r is not None and r.drafter is not None and r.owed_from is not None for r in requests)
 
     def close_all(self) -> None:
-        """End the engine. What is sent then tells every drafter so, also those that seem to be gone."""
+        """End the engine; the next messages say so to all drafters."""
         for name in list(self._requests):
             self.close(name)
         for drafter in self._drafters:
             drafter.beat_s = float("-inf")
 
     def drafts(self, names: Sequence[str], windows: Sequence[int]) -> list[list[int]]:
-        """Return what may follow each request's output: at most `windows[i]` tokens of request i."""
+        """Return what may follow each request's output, at most its window."""
         drafts: list[list[int]] = []
         stale = 0
         for request, window in zip(map(self._requests.get, names), windows, strict=True):
@@ -173,7 +163,6 @@ class Tails:
 
     @staticmethod
     def _branch(request: Request, known: Sequence[int]) -> list[int]:
-        """Go over to the tail that begins with these tokens, where the drafter's first choice was wrong; none may."""
         head = protocol.pack(known)
         request.tokens = next((tail for tail in request.branches if tail.startswith(head)), None)
         request.branches = []
@@ -223,7 +212,6 @@ class Tails:
             self._balance()
 
     def _meet(self, index: int, session: int) -> None:
-        """Begin a new incarnation of a drafter: it knows nothing yet."""
         drafter = self._drafters[index]
         drafter.session, drafter.frame = session, 0
         drafter.drafted.begin()
@@ -235,11 +223,10 @@ class Tails:
             drafter.unopened[request.number] = request
 
     def _tails(self, index: int, records: Sequence[TailColumns]) -> None:
-        """Keep the newest tails. One loop without calls, since there are hundreds of requests per round."""
         find = self._drafters[index].requests.get
         late = stale = 0
         kept = -1  # the last request whose tail was kept
-        for number, base, tokens in protocol.newest(records):
+        for number, base, tokens in protocol.newest(records):  # without calls: hundreds of requests per round
             request = find(number)
             if request is None:
                 late += 1
@@ -305,7 +292,7 @@ class Tails:
         )
 
     def _commits(self, grown: Mapping[int, Request]) -> list[Commits]:
-        """Give requests that grew by much records of their own, so that no record becomes too large for a frame."""
+        """Give requests that grew by much records of their own, so that each fits a frame."""
         longest = self.window + 1
         records: list[Commits] = []
         requests: list[int] = []
@@ -330,7 +317,7 @@ class Tails:
         return records
 
     def tick(self, now_s: float) -> None:
-        """Take note of the time, after what had arrived was received."""
+        """Drop silent drafters; call it after `receive`."""
         for drafter in self._drafters:
             if drafter.live and drafter.asked_s is not None and now_s - drafter.asked_s > SILENT_S:
                 drafter.live = False
@@ -345,7 +332,6 @@ class Tails:
     # ------------------------------------------------------------------------------------------------------------ where
 
     def _place(self, request: Request) -> None:
-        """Place a request with the live drafter of least load; with none if none is live, or there is no prompt."""
         live = self.live
         if not (live and request.prompt_ids):
             return

@@ -1,8 +1,7 @@
-"""A drafter process: hear engines (`transport`), draft for the requests that want a token (`drafter_side` says which,
-the continuer drafts: with a draft model, `sglang.draft_backend`), send what was drafted, answer the owner.
+"""A drafter process: hears engines (`transport`), drafts what `drafter_side` wants, answers the owner.
 
-Invariants: an idle or sleeping process takes no processor time; it ends on SIGTERM, at the end of its owner's stream,
-and when its parent is dead; no frame of any content ends it; when the continuer raises, so does the process.
+Invariants: idle or asleep it takes no processor time; it ends on SIGTERM, with its owner's stream and with its parent;
+no frame ends it, but an error of the continuer does.
 """
 
 from __future__ import annotations
@@ -66,10 +65,10 @@ def serve(
     asleep: bool = False,
     on_owner: Callable[[Loop], bool] = lambda loop: False,
 ) -> None:
-    """Draft until the process is to end; to be called from the main thread.
+    """Draft, in the main thread, until the process is to end. Raises ConfigError for an unusable endpoint.
 
-    `on_owner` is called when `owner_fd` can be read, and returns whether to go on. An `asleep` process waits until it
-    is woken. Raises ConfigError for an endpoint that cannot be had.
+    Args:
+        on_owner: called when `owner_fd` is readable; returns whether to go on.
     """
     parent = os.getppid()
     hub = Hub(endpoint, keys=keys)
@@ -110,7 +109,6 @@ class Pace:
         self._seconds.setdefault(lanes.bit_length(), deque(maxlen=MAX_SAMPLES)).append(seconds)
 
     def is_slower(self, few: int, many: int) -> bool:
-        """Return whether a batch of many lanes takes much longer than one of few."""
         first, last = few.bit_length(), many.bit_length()
         if first == last or len(self._seconds.get(last, ())) < MIN_SAMPLES:
             return False
@@ -118,8 +116,9 @@ class Pace:
         return any(median(self._seconds[last]) > MUCH * median(of) for of in known)
 
     def free(self, lanes: int, max_lanes: int) -> int:
-        """Return how many further lanes a batch may have that takes hardly longer with them: of at most twice as many
-        as were tried, by the line through the smallest and the largest batches that are known."""
+        """Return how many lanes may be added at hardly any cost, by a line through known times, up to twice as many as
+        were tried.
+        """
         known = sorted(size for size, of in self._seconds.items() if len(of) >= MIN_SAMPLES)
         if not known:
             return 0
@@ -139,7 +138,6 @@ class Loop:
         hub: Hub,
         *,
         max_tokens: int,
-        max_lanes: int = MAX_LANES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_tokens = max_tokens
@@ -156,20 +154,18 @@ class Loop:
         self._pace = Pace()
         self._continuer = continuer
         self._hub = hub
-        self._max_lanes = max_lanes
         self._clock = clock
 
     def _new_mirrors(self) -> Mirrors:
         return Mirrors(new_session(), max_tokens=self._max_tokens, drops=self._drops)
 
     def wait(self, files: Sequence[int]) -> list[int]:
-        """Wait until there is something to do; return those of `files` that can be read."""
+        """Wait for something to do; return those of `files` that are readable."""
         if self.asleep:
             return list(select.select(files, [], [])[0])
         return self._hub.wait(0.0 if self.busy else IDLE_S, files)
 
     def sleep(self) -> Rested:
-        """Stop drafting and listening until `wake`."""
         if not self.asleep:
             self._hub.close()
             self.mirrors.forget_all()
@@ -181,7 +177,7 @@ class Loop:
         return self.rested()
 
     def wake(self) -> Rested:
-        """Start as a new process would. Raises ConfigError where its address was taken meanwhile."""
+        """Start as a new process would. Raises ConfigError where the address was taken."""
         if self.asleep:
             began_s = time.perf_counter()
             if isinstance(self._continuer, Sleeper):
@@ -197,7 +193,6 @@ class Loop:
         self._hub.close()
 
     def turn(self) -> None:
-        """Take in what has arrived, draft for one batch, send. Nothing while it sleeps."""
         if self.asleep:
             return
         mirrors, continuer = self.mirrors, self._continuer
@@ -214,12 +209,12 @@ class Loop:
         for key in mirrors.forgotten():
             continuer.forget(key)
         self._send(more=self.busy)  # an engine that asks whether anybody is here need not wait for the draft
-        lanes = mirrors.wanted(self._max_lanes, slower=self._pace.is_slower)
+        lanes = mirrors.wanted(MAX_LANES, slower=self._pace.is_slower)
         own = len(lanes)
         branching = continuer if isinstance(continuer, Branching) else None
         began_s = time.perf_counter()  # lanes of branches copy their texts, which is time that they take
         if branching is not None:
-            free = self._pace.free(own, self._max_lanes)
+            free = self._pace.free(own, MAX_LANES)
             branching.wants_seconds = free > 0
             lanes += mirrors.branches(free)
         if lanes:
@@ -236,7 +231,7 @@ class Loop:
         self._send(more=self.busy)
 
     def work(self, *, trace: bool) -> Work:
-        """Return what was done since the last call; `trace` says whether to record spans from now on."""
+        """Return the work since the last call; `trace`: record spans from now on."""
         drops = Counter(self._drops.take()) + Counter(self._hub.drops.take())
         work = Work(busy_s=self._busy_s, turns=list(self._turns), spans=self.recorder.take(), drops=drops)
         self._turns.clear()
@@ -244,7 +239,7 @@ class Loop:
         return work
 
     def renew(self, asked: bytes) -> Renewed:
-        """Bring new weights (`DraftWeights` as JSON) to the continuer, between two batches."""
+        """Give the continuer new weights, `DraftWeights` as JSON."""
         continuer, problem = self._continuer, "its continuer has no weights"
         if isinstance(continuer, Renewable):
             from specactor.weights_sync.messages import DraftWeights  # with torch, which such a continuer has anyway
@@ -269,7 +264,7 @@ class Loop:
 
 @contextmanager
 def _termination() -> Iterator[int]:
-    """Give a file that can be read once SIGTERM has come; the signal does nothing else."""
+    """Yield a file that SIGTERM makes readable, and nothing else."""
     ours, signals = socket.socketpair()
 
     def nothing(number: int, frame: FrameType | None) -> None:
@@ -290,7 +285,6 @@ _UNBOUNDED = 1 << 40
 
 
 def run(owner: socket.socket) -> None:
-    """Draft until the end of the stream. The first message names the drafter (`Start`)."""
     frame = frames.read(owner, TO_DRAFTER)
     if frame is None:
         return
@@ -345,7 +339,6 @@ def _answer(loop: Loop, message: ToDrafter) -> FromDrafter:
 
 
 def _continuer(spec: DrafterSpec) -> tuple[Continuer, int]:
-    """Return what continues texts, and how many tokens of all texts it has room for."""
     if spec.continuer != "model":
         module, _, attribute = spec.continuer.partition(":")
         made: Continuer = getattr(importlib.import_module(module), attribute)(spec)

@@ -1,8 +1,7 @@
-"""What an engine and a drafter process say to each other: records, and the frames that carry them.
+"""Records between an engine and a drafter process, and their frames.
 
-Invariants: `decode_*` raises `FrameError` for whatever `frames` does not write, and nothing else; nothing is
-unpickled; no frame exceeds MAX_FRAME_BYTES; a record stays true when other frames are lost; frames of a session have
-rising numbers, so a peer drops what was repeated or overtaken.
+Invariants: decoding raises `FrameError` for whatever `frames` does not write, and nothing else; no frame exceeds
+MAX_FRAME_BYTES; a record stays true when other frames are lost; frames of a session have rising numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class FrameError(SpecActorError):
-    """Bytes that are not a frame of this protocol."""
+    pass
 
 
 class _Record(
@@ -53,14 +52,14 @@ class _Record(
 
 
 class Beat(_Record, frozen=True, tag=0):
-    """Engine: I am alive, and this is what you should hold for me. Whatever else you hold for me is over."""
+    """Engine: I am alive, and this is all that you should hold for me."""
 
     engine: Annotated[str, Meta(min_length=1, max_length=128)]  # a restart keeps it, and changes the session
     requests: list[tuple[Number, Number, Number]]  # number, prompt tokens, output tokens sent
 
 
 class Open(_Record, frozen=True, tag=1):
-    """Engine: mirror this request; also when you do already."""
+    """Engine: mirror this request, also if you do already."""
 
     request: Number
     prompt_ids: Annotated[list[Token], Meta(min_length=1)]
@@ -71,7 +70,7 @@ class Open(_Record, frozen=True, tag=1):
 
 
 class Commits(_Record, frozen=True, tag=2):
-    """Engine: tokens of these requests are committed. Columns, since an object for each of hundreds costs more."""
+    """Engine: tokens were committed. Columns cost less than an object for each request."""
 
     requests: list[Number]
     positions: list[Number]  # of the first token of each
@@ -85,7 +84,7 @@ class Commits(_Record, frozen=True, tag=2):
             raise ValueError(f"{len(self.tokens)} tokens, expected {sum(self.counts)}")
 
     def __iter__(self) -> Iterator[tuple[int, int, list[int]]]:
-        """Give (request, position, tokens) of each."""
+        """Yield (request, position, tokens)."""
         end = 0
         for request, position, count in zip(self.requests, self.positions, self.counts, strict=True):
             start, end = end, end + count
@@ -108,8 +107,6 @@ class Pulse(_Record, frozen=True, tag=16):
 
 
 class Tail(NamedTuple):
-    """Tokens that may follow the output of a request at a position up to which its engine has committed."""
-
     request: int
     base: int  # position of the first token
     tokens: bytes  # 4 bytes each, little endian: most tails are replaced before they are looked into
@@ -117,8 +114,9 @@ class Tail(NamedTuple):
 
 
 class TailColumns(_Record, frozen=True, tag=20):
-    """Drafter: packed tails in columns, since hundreds of objects cost an engine too much. Of a request's tails, which
-    begin at one position, the first is the likeliest; the others leave it at a second choice."""
+    """Drafter: packed tails. Those of a request begin at one position: the likeliest first, then those that leave it at
+    a second choice.
+    """
 
     requests: bytes  # 8 bytes each
     bases: bytes  # 8 bytes each
@@ -138,7 +136,7 @@ class TailColumns(_Record, frozen=True, tag=20):
 
 
 class Resend(_Record, frozen=True, tag=19):
-    """Drafter: these requests of yours I do not know, or not up to where you are: open them again."""
+    """Drafter: open these requests again."""
 
     requests: list[Number]
 
@@ -159,7 +157,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def encode(header: Header, records: Sequence[ToDrafter] | Sequence[ToEngine]) -> bytes:
-    """Make one frame. Raises FrameError when it would be too large."""
+    """Make one frame. Raises FrameError when too large."""
     start = _HEADER.pack(MAGIC, VERSION, header.sender, header.receiver, header.number)
     data = start + _ENCODER.encode(records)
     if len(data) > MAX_FRAME_BYTES:
@@ -168,12 +166,10 @@ def encode(header: Header, records: Sequence[ToDrafter] | Sequence[ToEngine]) ->
 
 
 def decode_to_drafter(data: bytes) -> tuple[Header, list[ToDrafter]]:
-    """Read what an engine sent. Raises FrameError."""
     return _decode(data, _TO_DRAFTER)
 
 
 def decode_to_engine(data: bytes) -> tuple[Header, list[ToEngine]]:
-    """Read what a drafter sent. Raises FrameError."""
     return _decode(data, _TO_ENGINE)
 
 
@@ -200,12 +196,11 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 
 def unpack(data: bytes) -> list[int]:
-    """Return the tokens, which may not exist, as of every drafter; an incomplete last one is left out."""
+    """Return the tokens, which may not exist; an incomplete last one is left out."""
     return list(_UNPACK[len(data) // TOKEN_BYTES](data))
 
 
 def columns(tails: Sequence[Tail], *, version: int) -> TailColumns:
-    """Pack at most MAX_ROWS tails that weights of this version drafted."""
     return TailColumns(
         requests=array("Q", [tail.request for tail in tails]).tobytes(),
         bases=array("Q", [tail.base for tail in tails]).tobytes(),
@@ -217,8 +212,7 @@ def columns(tails: Sequence[Tail], *, version: int) -> TailColumns:
 
 
 def newest(records: Sequence[TailColumns]) -> Iterator[tuple[int, int, bytes]]:
-    """Return (request, base, packed tokens) of every request's last tails. A drafter sends several between two rounds,
-    each with all that is ahead, so earlier ones are not looked into."""
+    """Yield (request, base, packed tokens) of each request's last message, which has all of its tails."""
     seen: set[int] = set()
     last = b""
     for record in reversed(records):
@@ -244,7 +238,7 @@ class Numbering:
     def frames(
         self, records: Sequence[ToDrafter] | Sequence[ToEngine], drops: Drops, *, receiver: int = NO_SESSION
     ) -> list[bytes]:
-        """Pack all records in order, in as few frames as their size allows; a record too large for any is dropped."""
+        """Pack the records in few frames, without those too large for any."""
         if not records:
             return []
         self._number += 1
@@ -261,7 +255,7 @@ class Numbering:
 
 
 class Total:
-    """Sum of a count that a peer tells now and then, and begins anew from 0."""
+    """The sum of a peer's count that may begin anew from 0."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -287,8 +281,7 @@ class Drops:
             self.counts[reason] += count
 
     def add(self, reason: str, detail: str) -> None:
-        """Count what should not happen, under a word; `detail` is for an operator. It is logged when the count reaches
-        a power of two, so the log stays short."""
+        """Count what should not happen; log when the count is a power of two."""
         self.counts[reason] += 1
         self._fresh[reason] += 1
         count = self.counts[reason]
@@ -296,6 +289,5 @@ class Drops:
             _LOG.warning("%s: dropped %s, %d so far; %s", self._who, reason, count, detail)
 
     def take(self) -> dict[str, int]:
-        """Return the counts of what should not have happened, since the last call."""
         taken, self._fresh = self._fresh, Counter()
         return dict(taken)

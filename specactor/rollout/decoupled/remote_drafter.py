@@ -1,8 +1,6 @@
-"""The drafters `decoupled`, `decoupled:2`, ..: what processes of a draft model have drafted for this engine's requests.
+"""The drafters `decoupled`, `decoupled:2`, ..: drafts of other processes.
 
-A round never waits for a drafter, but for as long as measured rounds say that waiting wins (`Patience`).
-
-Invariants: what drafters send, or do not send, changes speed and never a token; nothing here blocks.
+Invariants: what they send never changes a token; nothing blocks, but for a wait that should pay (`Patience`).
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _FORGIVENESS = 1.002  # per round without a wait: trust grows again
 
 
 class Patience:
-    """Says how long a round waits for drafts: w with the largest (E + T m F(w) g) / (R + w), if over 1.05 E / R.
+    """How long a round waits: w with the largest (E + T m F(w) g) / (R + w), if over 1.05 E / R.
 
     E: tokens emitted without waiting; T: trust; m: requests without drafts; F: share of answers within w; g: P(first
     token right); R: median seconds of a round.
@@ -46,15 +44,13 @@ class Patience:
         self._trust = 1.0
 
     def rounds(self, round_s: float) -> None:
-        """Add the seconds of a round that was drafted for, without waits."""
         self._rounds_s.append(round_s)
 
     def answers(self, answers_s: Iterable[float]) -> None:
-        """Add the seconds that drafters took from a commit to their first draft token after it."""
+        """Add the seconds from commits to the next drafts."""
         self._answers_s.extend(answers_s)
 
     def judged(self, right: Sequence[int]) -> None:
-        """Add per draft how many of its tokens, from the first on, were right."""
         served = len(right)
         if served:
             self._served = _MEMORY * self._served + served
@@ -62,11 +58,10 @@ class Patience:
             self._accepted = _MEMORY * self._accepted + sum(right)
 
     def kept(self, expected: float, arrived: int) -> None:
-        """Compare, after a wait, the drafts that were expected with those that arrived."""
         self._trust += 0.1 * (min(1.0, arrived / max(expected, 1e-9)) - self._trust)
 
     def bound(self, requests: int, missing: int) -> tuple[float, float]:
-        """Return the seconds to wait at most, and how many drafts should arrive in them."""
+        """Return the seconds to wait at most, and how many drafts should arrive."""
         self._trust = min(1.0, _FORGIVENESS * self._trust)
         enough = min(len(self._rounds_s), len(self._answers_s), self._served) >= MIN_SAMPLES
         if not missing or not enough:
@@ -89,7 +84,7 @@ class Patience:
 
 
 class Decoupled(Drafter):
-    """A drafter whose drafts come from other processes. Call `stop` in the end, or let the object go."""
+    """Call `stop` in the end, or let the object go."""
 
     drafts_ahead = True
 
@@ -122,7 +117,7 @@ class Decoupled(Drafter):
         return self.tails.version
 
     def is_there(self) -> bool:
-        """Return whether any drafter answers. A silent one is asked by a beat, and by nothing else."""
+        """Return whether any drafter answers; a silent one is asked by beats alone."""
         if not self.tails.live:
             now_s = self._clock()
             self._send(now_s)
@@ -182,7 +177,6 @@ class Decoupled(Drafter):
         return 2 * self.tails.num_owed(without) > len(names)
 
     def _judge(self, sequences: Sequence[DraftSequence], drafts: Sequence[list[int]]) -> None:
-        """Keep some drafts, until it is known how much of them is right."""
         every = -(-len(drafts) // MAX_JUDGED) or 1
         self._round += 1
         for i in range(self._round % every, len(drafts), every):
@@ -193,7 +187,7 @@ class Decoupled(Drafter):
                 self._given.setdefault(sequence.request_id, (sequence.output_ids, len(sequence.output_ids), draft))
 
     def _learn(self) -> None:
-        """Judge the drafts that the outputs decide by now, maybe many plain rounds after they were given."""
+        """Judge drafts, maybe many plain rounds after they were given."""
         right: list[int] = []
         for name, (output_ids, start, draft) in list(self._given.items()):
             emitted = output_ids[start : start + len(draft)]
@@ -218,7 +212,7 @@ class Decoupled(Drafter):
             tails.waits_s.clear()
 
     def _wait_for(self, names: Sequence[str], windows: Sequence[int], drafts: list[list[int]]) -> float:
-        """Wait for drafts while that pays, and put them into `drafts`; return the seconds that it took."""
+        """Wait for drafts while that pays, and fill them in; return the seconds."""
         missing = [] if all(drafts) else [i for i, window in enumerate(windows) if window and not drafts[i]]
         if not missing or not self.tails.live:
             return 0.0
@@ -243,7 +237,6 @@ class Decoupled(Drafter):
 
 
 def connect(drafters: Sequence[Address], *, engine: str, window: int, name: str = "decoupled") -> Decoupled:
-    """Connect to drafters that need not be there yet. `engine` is a name that no other engine has, the same after a
-    restart; `window` is the most draft tokens of a verify; `name` is the drafter's."""
+    """Connect to drafters, which may come later; a restarted engine keeps the name `engine`."""
     session = new_session()
     return Decoupled(session, ZmqLink(session, drafters), engine=engine, window=window, name=name)

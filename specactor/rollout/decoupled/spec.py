@@ -1,4 +1,4 @@
-"""One drafter process to start, and what its owner and it say to each other, in the frames of `rollout.frames`."""
+"""A drafter process to start, and its owner's messages, in `rollout.frames`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specactor.trace import Span
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSpec:
-    """One drafter process. Sizes of None are SGLang's to decide."""
+    """One drafter process. SGLang decides sizes of None."""
 
     index: int
     drafter: str = METHOD  # as engines call it, by its draft model: decoupled, decoupled:2, ..
@@ -23,16 +23,13 @@ class DrafterSpec:
     model_dir: str  # folder of a dense model in Hugging Face format
     dtype: str  # float32 or bfloat16
     device: int  # A GPU, or without GPUs a core
-    engine: int | None = None
-    """Index of the engine whose device that is, if it drafts only while that engine has nothing to do; then it sleeps
-    from its start on, until it is woken."""
+    engine: int | None = None  # the engine that lends its device while idle; the drafter starts asleep
     core: int | None = None  # that it stays on; filled in by the owner
     context_length: int  # longest text in tokens
     kv_tokens: int | None = None  # size of the KV cache
     max_requests: int  # texts whose keys are held at once
     memory_fraction: float = 0.5  # share of a GPU's memory for weights and KV cache
-    continuer: str = "model"
-    """What drafts: the model, or the import path of a class, ``package.module:Name``, which gets this spec."""
+    continuer: str = "model"  # the draft model, or a class that gets this spec, as ``package.module:Name``
     random_seed: int = 0
     log_file: str
     start_timeout_s: float = 180.0  # longest wait for it to listen
@@ -44,23 +41,19 @@ class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class AskWork(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Say what the process did since it was asked last."""
-
     trace: bool
 
 
 class Renew(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Take new weights for its model."""
-
     weights: bytes  # `DraftWeights` as JSON: its type comes with torch, which not every drafter needs
 
 
 class Sleep(msgspec.Struct, tag=True, frozen=True):
-    """Forget all requests, stop listening, and leave the device until `Wake`."""
+    """Forget all requests, stop listening, and free the device until `Wake`."""
 
 
 class Wake(msgspec.Struct, tag=True, frozen=True):
-    """Listen again, at the same address, as a new incarnation."""
+    """Listen at the same address, as a new incarnation."""
 
 
 class AskAlive(msgspec.Struct, tag=True, frozen=True):
@@ -68,20 +61,15 @@ class AskAlive(msgspec.Struct, tag=True, frozen=True):
 
 
 class Started(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The process listens."""
-
     endpoint: str = ""  # where; as asked for, but with the number of the port
     pid: int = 0
     version: int = 0  # of the weights that it drafts with
 
 
 class Work(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The process did this since it was asked last."""
-
     busy_s: float
+    # (requests, draft tokens, seconds) of the latest whole turns that others followed at once
     turns: list[Point] = msgspec.field(default_factory=list)
-    """(requests, draft tokens, seconds) of the latest turns after which another followed at once: drafting, and all
-    that the loop does beside it."""
     spans: list[Span]
     drops: dict[str, int] = {}  # frames, requests and connections that it dropped or refused, by reason
 

@@ -1,8 +1,7 @@
-"""A drafter process as its owner sees it: started, watched, ended. No SGLang here.
+"""A drafter process as its owner sees it. No SGLang here.
 
-Invariants: no wait is unbounded; a process that answers late is heard again; after `stop` nothing of the process is
-left: no process, folder, address or shared memory; waking it never waits; when the owner dies, in whatever way, the
-process ends by itself (`process_guard`).
+Invariants: waits are bounded, and waking never waits; a late answer is heard; `stop` leaves no process, folder, address
+or shared memory; it ends with its owner.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ if TYPE_CHECKING:
 WORK_TIMEOUT_S = 5.0  # a batch of a draft model that reads many prompts can take seconds
 FIRST_WAKE_S = 1.0  # what waking is expected to take before it was measured
 _LOOK_EVERY_S = 0.005
+# silence until a sign of life is asked for, and until it counts as silent: reading prompts takes seconds
 SIGN_EVERY_S = 5.0
-"""So long after its last word a process is asked for a sign of life, and as long it may take before it counts as
-silent: a batch of a draft model that reads many prompts can take seconds."""
 
 
 _Answer = TypeVar("_Answer", Work, Renewed, Rested)
@@ -71,7 +69,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         )
 
     def wait_ready(self, timeout_s: float | None = None) -> Started:
-        """Wait until it listens. Else raises EngineError, with the end of the log, and nothing of it is left."""
+        """Wait until it listens. Raises EngineError after `kill`."""
         if self.started is None:
             started = super().wait_ready(self.spec.start_timeout_s if timeout_s is None else timeout_s)
             assert isinstance(started, Started)
@@ -79,12 +77,10 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return self.started
 
     def work(self, *, trace: bool, timeout_s: float = WORK_TIMEOUT_S) -> Work | None:
-        """Return what it did since it was asked last, None if too late; `trace`: record spans from now on."""
         work = self._ask(AskWork(trace=trace), Work, timeout_s)
         return work if isinstance(work, Work) else None
 
     def renew(self, weights: DraftWeights, *, timeout_s: float) -> str:
-        """Bring it new weights; return why it did not take them, or "". It drafts before and after."""
         renewed = self._ask(Renew(weights=msgspec.json.encode(weights)), Renewed, timeout_s)
         if isinstance(renewed, str):
             return f"drafter {self.spec.index}: {renewed}"
@@ -92,19 +88,18 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return f"drafter {self.spec.index}: {renewed.problem}" if renewed.problem else ""
 
     def wants(self, version: int) -> bool:
-        """Return whether it could take weights of this version, and has older ones."""
         return self.alive and self.has_started() and not self._is_silent() and self.version < version
 
     def can_wake(self) -> bool:
         return not self.awake and self.alive and self.has_started() and not self._is_silent()
 
     def wake(self) -> None:
-        """Ask it to draft; nobody waits until it does."""
+        """Wake it, without waiting."""
         self.awake, self.leaving = True, False
         self._ask(Wake(), Rested, 0.0)
 
     def sleep(self, *, timeout_s: float) -> bool:
-        """Ask it to sleep; return whether it says so in time, or is gone. With 0 it sleeps later, or is `leaving`."""
+        """Return whether it sleeps in time, or is gone; with 0 it may be `leaving`."""
         deadline = time.monotonic() + timeout_s
         self.awake, self.leaving = False, True
         while self.alive and self._is_silent():  # it has not woken yet
@@ -130,8 +125,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return self.started is not None
 
     def hangs(self, limit_s: float) -> bool:
-        """Return whether it was silent for so long, though asked, or should have started long ago. Waits for nothing,
-        and asks for a sign of life when it is time."""
+        """Return whether an answer, or the start, is late by `limit_s`; ask for a sign of life when it is time."""
         if not self.has_started():
             return time.monotonic() - self._began_s > self.spec.start_timeout_s + limit_s
         if not self.unanswered() and self.heard_s() >= SIGN_EVERY_S:
@@ -139,8 +133,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return self.silent_s() > limit_s
 
     def _is_silent(self) -> bool:
-        """Return whether an answer is still to come, or a sign of life is late. It is asked nothing more until then: a
-        process that hangs costs one wait, and a late one is heard again."""
+        """Return whether an answer is due. It is asked nothing then, so a process that hangs costs one wait."""
         waited = self.unanswered()
         return not waited <= {self._sign} or self.silent_s() > SIGN_EVERY_S
 
@@ -158,6 +151,5 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return answer if isinstance(answer, kind) else f"unexpected answer {type(answer).__name__}"
 
     def _tell(self, question: ToDrafter) -> int:
-        """Ask for an answer that nobody reads; return the call's number."""
         with self.call(question) as call:
             return call.number

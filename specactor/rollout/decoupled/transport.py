@@ -1,8 +1,7 @@
-"""Frames between engines and drafter processes over ZeroMQ: engines have DEALER sockets, a drafter a ROUTER.
+"""Frames over ZeroMQ: engines have DEALER sockets, a drafter a ROUTER.
 
-Invariants: sending and receiving never block, a frame that finds no room is dropped and counted; without keys a drafter
-listens on this host only; with keys both ends prove theirs (CURVE); nothing that arrives is interpreted beyond the
-connection's name.
+Invariants: nothing blocks; a frame that finds no room is dropped and counted; without keys a drafter listens on this
+host only; with keys both ends prove theirs (CURVE).
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ _LINGER_MS = 100  # of an engine that closes: its last words
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKeys:
-    """CURVE keys of engines, Z85."""
-
     public: str
     secret: str = field(repr=False)
     drafter_public: str
@@ -44,8 +41,6 @@ class EngineKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterKeys:
-    """CURVE keys of drafters, Z85."""
-
     public: str
     secret: str = field(repr=False)
     engine_public: str
@@ -53,15 +48,12 @@ class DrafterKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where an engine reaches a drafter."""
-
     endpoint: str
     keys: EngineKeys | None = None  # none: it hears everybody on its host
     drafter: str = "decoupled"  # as engines call it
 
 
 def make_keys() -> tuple[EngineKeys, DrafterKeys]:
-    """Make keys for the drafters of one host and all engines that they serve."""
     (engine_public, engine_secret), (drafter_public, drafter_secret) = (
         (public.decode(), secret.decode()) for public, secret in (zmq.curve_keypair(), zmq.curve_keypair())
     )
@@ -72,12 +64,12 @@ def make_keys() -> tuple[EngineKeys, DrafterKeys]:
 
 
 def new_session() -> int:
-    """Return a number greater than those of earlier incarnations, unless the clock was set back."""
+    """Return a number greater than earlier ones, unless the clock was set back."""
     return (time.time_ns() // 1_000_000 << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)) & LARGEST
 
 
 def local_endpoint() -> str:
-    """Return a new address on this host, a fifth faster than TCP here, free again when its process is gone."""
+    """Return a new address on this host, a fifth faster than TCP."""
     return f"ipc://@specactor-drafter-{secrets.token_hex(8)}"
 
 
@@ -85,21 +77,20 @@ class Link(Protocol):
     num_drafters: int
 
     def send(self, drafter: int, frame: bytes) -> bool:
-        """Send; return False where it was dropped, since the queue is full or nobody is there."""
+        """Return False where the frame was dropped."""
 
     def receive(self) -> list[tuple[int, bytes]]:
         """Return (drafter, frame) of all that have arrived."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether something has arrived by then."""
+        """Return whether something has arrived."""
 
     def close(self) -> None:
-        """Close it; harmless the second time."""
+        """It may be called again."""
 
 
 class ZmqLink:
     def __init__(self, session: int, drafters: Sequence[Address]) -> None:
-        """Connect in the name of this session. Connections come about later, and again when lost."""
         self.num_drafters = len(drafters)
         self._context = zmq.Context()
         self._sockets = [self._connect(session, address) for address in drafters]
@@ -151,8 +142,7 @@ class ZmqLink:
 
 class Hub:
     def __init__(self, endpoint: str, *, keys: DrafterKeys | None = None, drops: Drops | None = None) -> None:
-        """Listen at ``ipc://@name`` or ``tcp://127.0.0.1:*``; `drops` counts who is refused. Raises ConfigError for an
-        address that other hosts can reach without keys, and for one that cannot be had."""
+        """Listen. Raises ConfigError for an address that cannot be had, or that other hosts reach without keys."""
         _check_reach(endpoint, keys)
         self.drops = drops or Drops("drafter")
         self._keys = keys
@@ -183,7 +173,7 @@ class Hub:
         return authenticator
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """Return (session of the engine, 0 for who has none; frame) of all that have arrived."""
+        """Return (engine's session or 0, frame) of all that have arrived."""
         frames = []
         for _ in range(_RECEIVE_FRAMES):
             if not zmq.zmq_poll(self._inputs, 0):
@@ -193,7 +183,6 @@ class Hub:
         return frames
 
     def send(self, session: int, frame: bytes) -> bool:
-        """Send; return False where it was dropped, since the queue is full or the engine is gone."""
         try:
             self._socket.send_multipart([_name(session), frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -203,7 +192,7 @@ class Hub:
         return True
 
     def wait(self, timeout_s: float, files: Sequence[int] = ()) -> list[int]:
-        """Wait until something has arrived, or one of `files` can be read; return those that can."""
+        """Wait for frames or files; return the files that are readable."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         for file in files:
@@ -216,7 +205,6 @@ class Hub:
         return Hub(self.endpoint, keys=self._keys, drops=self.drops)
 
     def close(self) -> None:
-        """Close it; harmless the second time."""
         if self._context.closed:
             return
         self._socket.close(linger=0)
@@ -226,13 +214,12 @@ class Hub:
 
 
 class _Only:
-    """Admits the owner of one key; counts every try with another."""
+    """Admits the owner of one key; counts others."""
 
     def __init__(self, public: str, drops: Drops) -> None:
         self._public, self._drops = public.encode(), drops
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Decide for pyzmq on a key in Z85."""
         admitted = secrets.compare_digest(key, self._public)
         if not admitted:
             key_text = key.decode(errors="replace")
@@ -252,7 +239,7 @@ def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 def _name(session: int) -> bytes:
-    """Return the name of an engine's connection. ZeroMQ keeps names that begin with a zero for itself."""
+    """Return a connection's name; ZeroMQ reserves those that begin with a zero."""
     return b"V" + session.to_bytes(8, "little")
 
 

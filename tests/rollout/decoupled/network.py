@@ -8,11 +8,20 @@ from itertools import count
 
 from specactor.rollout.decoupled.drafter_side import AHEAD, Mirrors
 from specactor.rollout.decoupled.engine_side import BEAT_EVERY_S, SILENT_S, Tails
+from specactor.rollout.decoupled.protocol import TOKEN_BYTES
 from tests.rollout.decoupled.scripted import WRONG, Scripted, script
 
 WINDOW = 3
 SESSIONS = count(1)
 """Rising, as they are where a process is not started twice in a millisecond."""
+
+
+def held(end: Tails | Mirrors) -> tuple[int, int]:
+    """(requests, tokens) that an end has room taken for: an engine's draft tokens, or all tokens of a drafter."""
+    if isinstance(end, Mirrors):
+        return end.num_requests, end._reserved
+    requests = end._requests.values()
+    return len(requests), sum(len(request.tokens or b"") for request in requests) // TOKEN_BYTES
 
 
 @dataclass
@@ -183,20 +192,21 @@ class World:
         """Invariants that hold at any time."""
         for drafter in self.drafters:
             mirrors = drafter.mirrors
-            held = 0
+            num_tokens = 0
             for key, mirror in mirrors._oldest.items():
-                held += len(mirror.opening.prompt_ids) + len(mirror.tokens)
+                num_tokens += len(mirror.opening.prompt_ids) + len(mirror.tokens)
                 assert 0 <= mirror.num_ahead <= AHEAD * WINDOW
                 assert all(mirror.committed <= at < len(mirror.tokens) for at in mirror.branches)
                 text = self._text(key)
                 if text is not None:
                     assert list(text.prompt) == list(mirror.opening.prompt_ids)
                     assert mirror.tokens[: mirror.committed] == text.output[: mirror.committed], "not what was told"
-            assert held <= mirrors.num_tokens <= mirrors.max_tokens, "memory"
+            assert num_tokens <= held(mirrors)[1] <= mirrors.max_tokens, "memory"
             assert sum(len(session.mirrors) for session in mirrors._sessions.values()) == mirrors.num_requests
         for end in self.engines:
-            assert end.tails.num_requests == len(end.texts)
-            assert end.tails.num_tokens <= AHEAD * WINDOW * len(end.texts)
+            num_requests, num_tokens = held(end.tails)
+            assert num_requests == len(end.texts)
+            assert num_tokens <= AHEAD * WINDOW * len(end.texts)
 
     def _text(self, key: tuple[int, int]) -> Text | None:
         for end in self.engines:
@@ -231,8 +241,8 @@ class World:
         self.settle()
         for end in self.engines:
             tails = end.tails
-            assert (tails.num_requests, tails.num_tokens) == (0, 0)
+            assert held(tails) == (0, 0)
             assert not any(d.requests or d.unopened or d.grown or d.closed or d.arrived for d in tails._drafters)
         for drafter in self.drafters:
-            assert (drafter.mirrors.num_requests, drafter.mirrors.num_tokens) == (0, 0)
+            assert held(drafter.mirrors) == (0, 0)
             assert drafter.continuer.seen == {}

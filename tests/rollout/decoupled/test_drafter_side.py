@@ -21,6 +21,7 @@ from specactor.rollout.decoupled.protocol import (
     newest,
     unpack,
 )
+from tests.rollout.decoupled.network import held
 from tests.rollout.decoupled.scripted import WRONG, Scripted, script
 
 WINDOW = 3
@@ -207,7 +208,7 @@ def test_a_silent_engine_is_forgotten() -> None:
     drafter.now_s += 2
     drafter.mirrors.tick(drafter.now_s)
     assert drafter.mirrors.sessions == [15]
-    assert (drafter.mirrors.num_requests, drafter.mirrors.num_tokens) == (0, 0)
+    assert held(drafter.mirrors) == (0, 0)
     drafter.hear(commit(0, 5))
     assert drafter.mirrors.drops.counts["unannounced"] == 1
     drafter.hear(beat((1, 4, 0)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import closing
 
 import pytest
 import zmq
@@ -25,7 +26,7 @@ def test_a_kept_port_is_free_for_its_drafter_again_and_again(host: str) -> None:
     if ":" in host and not has_v6():
         pytest.skip("this machine has no IPv6")
     engine_keys, drafter_keys = make_keys()
-    with Ports(host) as ports:
+    with closing(Ports(host)) as ports:
         endpoint = ports.take()
         link = ZmqLink(7, [Address(endpoint=endpoint, keys=engine_keys)])
         try:
@@ -44,7 +45,7 @@ def test_a_kept_port_is_free_for_its_drafter_again_and_again(host: str) -> None:
 
 
 def test_a_kept_port_is_given_to_nobody_else() -> None:
-    with Ports("127.0.0.1") as ports:
+    with closing(Ports("127.0.0.1")) as ports:
         endpoints = {ports.take() for _ in range(50)}
         assert len(endpoints) == 50
         numbers = {int(endpoint.rpartition(":")[2]) for endpoint in endpoints}
@@ -63,5 +64,5 @@ def test_a_kept_port_is_given_to_nobody_else() -> None:
 
 
 def test_ports_of_another_host_are_not_to_be_had() -> None:
-    with Ports("192.0.2.77") as ports, pytest.raises(OSError, match="assign"):
+    with closing(Ports("192.0.2.77")) as ports, pytest.raises(OSError, match="assign"):
         ports.take()

@@ -14,7 +14,7 @@ from specactor.rollout.decoupled.transport import Address, DrafterAccess, local_
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.tail import TailCosts, WakeWhereItPays
+from specactor.rollout.tail import WakeWhereItPays
 from tests.rollout.conftest import CONTEXT, request
 from tests.rollout.sglang.decoupled_setting import MAX_WINDOW, aim, loaded, recital_folder, recital_spec
 from tests.rollout.sglang.recital import behave, write
@@ -113,8 +113,7 @@ def lending(setting: Setting, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with DrafterPool([spec]) as sleepers:
         sleepers.wait_ready()
         sleepers.drafters[0].wake_s = 0.0
-        costs = TailCosts(notice_rounds=0.0, draft_step=0.05, per_request=0.0)  # it pays at once
-        tail = WakeWhereItPays(costs=costs)
+        tail = WakeWhereItPays(notice_rounds=0.0, draft_step=0.05, per_request=0.0)  # it pays at once
         pool = EnginePool([], tail=tail, report_tokens=20, drafters=sleepers)
         pool.engines = [busy, dry]
         yield pool

@@ -23,6 +23,7 @@ from specactor.rollout.sglang.verify_batch import Rows
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.verification import common
 from tests.rollout.conftest import VOCAB
+from tests.rollout.decoupled.network import held
 from tests.rollout.sglang import wrong_versions
 from tests.rollout.sglang.probes import call
 from tests.rollout.sglang.recital import Texts
@@ -47,10 +48,11 @@ def remote(context: Any, _: object) -> dict[str, Any]:
     drafters = list(context.draft_worker.speculator.drafters.values())
     switching = next((drafter for drafter in drafters if isinstance(drafter, Switching)), None)
     own = switching.remote if switching else next(d for d in drafters if isinstance(d, Decoupled))
+    requests, tokens = held(own.tails)
     return {
         "window": own.tails.window,
-        "requests": own.tails.num_requests,
-        "tokens": own.tails.num_tokens,
+        "requests": requests,
+        "tokens": tokens,
         "live": own.tails.live,
         "drafted": [drafter.drafted.value for drafter in own.tails._drafters],
         "proposed": own.proposed,

@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import numpy as np
@@ -240,7 +240,7 @@ def test_a_bad_network(setting: Setting, exposed: str, kind: str) -> None:
 def test_drafters_of_two_hosts_with_keys_of_their_own(setting: Setting) -> None:
     """On two addresses of this one. One of them dies, and is found again at the port that was kept for it."""
     of_engines, of_drafters = zip(make_keys(), make_keys(), strict=True)
-    with Ports("127.0.0.1") as near, Ports("127.0.0.2") as far:
+    with closing(Ports("127.0.0.1")) as near, closing(Ports("127.0.0.2")) as far:
         specs = [
             recital_spec(setting.folder, keys=of_drafters[host], endpoint=ports.take(), index=2 + host)
             for host, ports in enumerate((near, far))
