@@ -1,4 +1,4 @@
-"""``specactor replay`` runs steps of a run again and compares; ``specactor diff`` compares two runs."""
+"""The commands ``specactor replay`` and ``specactor diff``."""
 
 from __future__ import annotations
 
@@ -111,7 +111,6 @@ def diff(argv: list[str], console: Console) -> int:
 
 
 def check(what: Replay, config: Config, recorded: StepRecord) -> None:
-    """Raise ConfigError for what cannot be run again."""
     if config.rollout.oversample > 1:
         raise ConfigError.at(
             "rollout.oversample", config.rollout.oversample, "1", "Which groups are complete first is up to chance."
@@ -137,7 +136,7 @@ def check(what: Replay, config: Config, recorded: StepRecord) -> None:
 
 
 def config_of(run: Path) -> Config:
-    """Return a run's config. Raises DataError where there is none that this version reads."""
+    """Read a run's config. Raises DataError where this version cannot."""
     try:
         return from_json(json.loads((run / "config.json").read_text()))
     except (OSError, ValueError) as error:
@@ -150,7 +149,6 @@ def config_of(run: Path) -> Config:
 
 
 def check_model(config: Config) -> None:
-    """Raise ConfigError where the model that a run started from is gone."""
     if config.model.tiny is None and not (Path(config.model.path) / "config.json").is_file():
         raise ConfigError.at(
             "model.path", config.model.path, "the model's folder", "Put it back, or name its copy with --model.path."
@@ -158,7 +156,6 @@ def check_model(config: Config) -> None:
 
 
 def _checkpoint_before(run: Path, step: int) -> Path | None:
-    """The newest checkpoint from which the step can be reached; None for the beginning of the run."""
     found = [path for path in (run / "checkpoints").glob("step-[0-9]*") if path.suffix != ".tmp"]
     return max((path for path in found if _step_of(path) < step), key=_step_of, default=None)
 
@@ -168,7 +165,6 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _ranks(run: Path) -> int:
-    """Return how many ranks the run had."""
     return max((len(records.read(records.file_of(run, step)).weights) for step in records.steps_of(run)[:2]), default=1)
 
 
@@ -193,7 +189,7 @@ def _guarantee(config: Config) -> str:
 
 
 def _say(a: Path, b: Path, console: Console, *, guarantee: str = "", out: Path | None = None) -> int:
-    """Print what two runs have in common, and where they differ first; write a page of that."""
+    """Print where two runs differ first, and write a page of it."""
     shared = sorted({*records.steps_of(a)} & {*records.steps_of(b)})
     if not shared:
         raise DataError(
@@ -235,7 +231,7 @@ def _read(run: Path, steps: Sequence[int]) -> list[StepRecord]:
 
 
 def _of_today(record: StepRecord) -> StepRecord:
-    """Return a record whose settings have today's names, where this version reads them."""
+    """Give a record's settings their names of today."""
     with contextlib.suppress(ConfigError):
         return msgspec.structs.replace(record, config=to_json(from_json(record.config)))
     return record
@@ -255,7 +251,7 @@ Text = Callable[[Sequence[int]], str]
 
 
 def text_of(config: Config) -> Text:
-    """Return how token ids of a run are read; as numbers where its model has no tokenizer any more."""
+    """Return the run's decoding of token ids; as numbers where its tokenizer is gone."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(config.model.path)
         if config.model.tiny is not None:
@@ -269,7 +265,6 @@ def text_of(config: Config) -> Text:
 
 
 def diff_page(found: Finding, names: tuple[str, str], text: Text, noise: Noise | None) -> str:
-    """Return the page of a difference between two runs of these names."""
     title = f"{names[0]} and {names[1]}: step {found.step}"
     facts = table("Where they differ", [("step", str(found.step)), ("where", found.where), ("cause", found.cause)])
     evidence = "".join(f"<p>{escape(line)}</p>" for line in found.evidence)
@@ -281,7 +276,6 @@ def diff_page(found: Finding, names: tuple[str, str], text: Text, noise: Noise |
 
 
 def _responses(found: Finding, names: tuple[str, str], text: Text, noise: Noise | None) -> str:
-    """Both responses side by side, and the tokens around the place."""
     assert found.pair is not None
     kept = next((s for s in found.pair if s.whole), None)
     if kept is None:
@@ -298,7 +292,6 @@ def _responses(found: Finding, names: tuple[str, str], text: Text, noise: Noise 
 
 
 def _marked(sample: SampleRecord, at: int | None, text: Text) -> str:
-    """The response, with the token at that place marked, and what follows of it pale."""
     ids = sample.token_ids.tolist()
     if at is None:
         return escape(text(ids))
@@ -309,7 +302,6 @@ def _marked(sample: SampleRecord, at: int | None, text: Text) -> str:
 def _around(
     pair: tuple[SampleRecord, SampleRecord], at: int, names: tuple[str, str], text: Text, noise: Noise | None
 ) -> Rows:
-    """A heading, then per token of both its text, log-probability, and score with the noise of its place."""
     rows: Rows = [("token", *(f"{name}: {what}" for name in names for what in ("text", "log-prob", "with noise")))]
     for i in range(max(0, at - AROUND), at + AROUND + 1):
         cells: list[str] = []
