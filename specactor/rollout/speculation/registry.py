@@ -1,8 +1,3 @@
-"""The drafters that a configuration names.
-
-Built-in ones are imported when they are asked for: only `model` needs SGLang.
-"""
-
 from __future__ import annotations
 
 import importlib
@@ -16,14 +11,15 @@ from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 
 
 def make_drafters(config: SpeculationConfig, *, connect: Callable[[str], Drafter] | None = None) -> list[Drafter]:
-    """The drafters that a configuration names. Raises ConfigError for a name that is not known or cannot be loaded.
+    """Make the configured drafters. Raises ConfigError for a name that is not known or cannot be loaded.
 
-    `connect` gives the drafter `decoupled`, or one of its further names; without it there are no drafter processes.
+    `connect` makes those in processes; None: there are none.
     """
     return [_make(name, connect) for name in config.draft_methods]
 
 
 def _make(name: str, connect: Callable[[str], Drafter] | None) -> Drafter:
+    # Imports are where they are needed: `model` alone needs SGLang.
     kind, _ = of_draft_model(name) or ("", 0)
     module, _, attribute = name.partition(":")
     if kind == "model":
@@ -73,7 +69,7 @@ def _imported(name: str, module: str, attribute: str) -> Drafter:
 
 
 class Filler(Drafter):
-    """Fills windows with tokens of the prompt, over and over, to measure what verification costs; rarely right."""
+    """Drafts tokens of the prompt, to measure what verification costs."""
 
     name = "filler"
 
