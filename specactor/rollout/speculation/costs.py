@@ -236,9 +236,6 @@ class CostTable:
         *,
         plain: Iterable[Point] = (),
         drafters: Mapping[str, Iterable[Point]] | None = None,
-        model: str = "",
-        device: str = "",
-        date: str = "",
     ) -> CostTable:
         """Return the table of measured verifies. Raises as `Grid.fit` does.
 
@@ -248,9 +245,9 @@ class CostTable:
         verify = Grid.fit(points)
         plain = list(plain)
         return cls(
-            model=model,
-            device=device,
-            date=date,
+            model="",
+            device="",
+            date="",
             verify=verify,
             plain=Grid.fit(plain) if len({n for n, _, _ in plain}) > 1 else _share_of(verify, plain),
             drafters={name: Grid.fit(found) for name, found in (drafters or {}).items()},
@@ -315,11 +312,8 @@ class OnlineCosts:
     def plain_is_next(self) -> bool:
         return TRIED[(self._rounds + 1) % len(TRIED)] == 0
 
-    def verify_s(self, requests: int, rows: int) -> float:
-        return self._verify(requests, rows)
-
     def verify_curve(self, requests: int, max_rows: int) -> NDArray[np.float64]:
-        """Return `verify_s` for rows = requests, .., max_rows; do not write to it."""
+        """Return the seconds of a forward for rows = requests, .., max_rows; do not write to it."""
         return self._curve(requests, max_rows)
 
     def plain_s(self, requests: int) -> float:
@@ -397,7 +391,6 @@ class OnlineCosts:
 
     def _use(self, table: CostTable | None) -> None:
         self._table = table
-        self._verify = cache(lambda requests, rows: self._known().verify_s(requests, rows))
         self._plain_s = cache(lambda requests: self._known().plain_s(requests))
         self._draft_s = cache(lambda drafter, requests, depth: self._known().draft_s(drafter, requests, depth))
         self._curve = lru_cache(CURVES)(lambda requests, rows: self._known().verify_curve(requests, rows))
