@@ -146,7 +146,7 @@ class Decision:
     @property
     def trees(self) -> list[DraftTree]:
         if not self.beside:
-            return [chain(draft) if draft else NOTHING for draft in self.drafts]
+            return [chain(draft) for draft in self.drafts]
         of_requests = ([draft for draft in of if draft] for of in zip(self.drafts, *self.beside.values(), strict=True))
         return [merged(drafts) if len(drafts) > 1 else chain(drafts[0] if drafts else ()) for drafts in of_requests]
 
@@ -176,9 +176,6 @@ _NO_CREDIT = Credit(0, 0, 0, 0, False)
 
 
 def credits_of(drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> list[Credit]:
-    if len(drafts) == 1:
-        right = common(drafts[0], accepted)
-        return [Credit(0, len(drafts[0]), right, right, True)]
     credits: list[Credit] = []
     best = 0  # accepted tokens that the drafts so far have
     for i, draft in enumerate(drafts):
