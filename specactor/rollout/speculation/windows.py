@@ -61,9 +61,6 @@ class Option:
         """Predicted: of this round or as usual, whichever is more."""
         return max(self.choice.emitted / self.round_s, self.usual)
 
-    def __str__(self) -> str:
-        return f"{self.tokens_per_s:.0f} tok/s, {sum(self.choice.windows)} draft tokens in {1e3 * self.round_s:.2f} ms"
-
 
 def padded(survivals: Sequence[Sequence[float]], max_window: int) -> tuple[NDArray[np.float64], list[int]]:
     """Return (survivals [B][W], lengths) for `best_windows`."""

@@ -250,10 +250,6 @@ def drafter(options: dict[str, Option], current: str = "off", margin: float = 0.
     return choose(options, requests=2, plain_s=0.02, current=current, margin=margin).drafter
 
 
-def test_an_option_can_be_printed() -> None:
-    assert str(option(100, factor=2.0)) == "50 tok/s, 3 draft tokens in 80.00 ms"
-
-
 def test_the_fastest_is_chosen_and_the_reason_tells_all() -> None:
     fast = choose({"ngram": option(110), "suffix": option(498)}, requests=2, plain_s=2 / 512)
     assert (fast.drafter, fast.windows, fast.reason) == ("off", (0, 0), "off: 512 tok/s; suffix 498; ngram 110")
