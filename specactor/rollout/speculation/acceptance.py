@@ -151,20 +151,12 @@ class AcceptanceModel:
             confidences = [min(max(0, confidence), CONFIDENCES - 1) for confidence in confidences]
         self._told = dict(zip(request_ids, confidences, strict=True)) if confidences else {}
 
-    def told(self, request_id: str) -> int | None:
-        return self._told.get(request_id)
+    def told(self, request_id: str) -> int:
+        """Return the confidence in the request's draft, CONFIDENCES if there is none."""
+        return self._told.get(request_id, CONFIDENCES)
 
-    def observe(
-        self,
-        request_id: str,
-        drafted: int,
-        accepted: int,
-        *,
-        asked: int | None = None,
-        confidence: int | None = None,
-    ) -> None:
-        sure = [CONFIDENCES if confidence is None else confidence]
-        self.observe_all([request_id], [drafted], [accepted], asked=None if asked is None else [asked], sure=sure)
+    def observe(self, request_id: str, drafted: int, accepted: int, *, asked: int | None = None) -> None:
+        self.observe_all([request_id], [drafted], [accepted], asked=None if asked is None else [asked])
 
     def observe_all(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from specactor.rollout.speculation.acceptance import CONFIDENCES, AcceptanceModel
+from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
@@ -45,8 +45,7 @@ class Estimates:
 
     def looked(self, looks: Mapping[str, Sequence[Seen]]) -> None:
         for name, seen in looks.items():
-            ids, drafted, agreed, asked, confidences = zip(*seen, strict=True)
-            sure = [CONFIDENCES if confidence is None else confidence for confidence in confidences]
+            ids, drafted, agreed, asked, sure = zip(*seen, strict=True)
             self.acceptance[name].observe_all(ids, drafted, agreed, asked=asked, sure=sure)
 
     def plain_round(self, requests: int, *, round_s: float, predicted_s: float) -> None:

@@ -41,7 +41,7 @@ class Seen(NamedTuple):
     agreed: int
     """Draft tokens, from the first on, that equal what was emitted."""
     asked: int
-    confidence: int | None
+    confidence: int
 
 
 class Look(NamedTuple):
@@ -50,7 +50,7 @@ class Look(NamedTuple):
     """Tokens of its output then."""
     asked: int
     draft: Sequence[int]
-    confidence: int | None = None
+    confidence: int
 
     def seen(self) -> Seen:
         emitted = self.sequence.output_ids[self.start : self.start + self.asked]

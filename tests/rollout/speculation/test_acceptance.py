@@ -56,7 +56,7 @@ def test_many_requests_at_once_have_the_same_bits(history: list[Verify], weight:
     ids = ["c", "new", "a", "b"]
     for told in ([], [0, 3, 0, 1]):
         model.tell(ids, told)
-        model.observe("b", 2, 1, confidence=model.told("b"))
+        model.observe("b", 2, 1)
     assert model.survivals(ids, covered=False).tolist() == [model.survival(name, W) for name in ids]
     assert model.survivals(ids, covered=True).tolist() == [model.survival(name, W, drafted=W) for name in ids]
 
@@ -64,9 +64,10 @@ def test_many_requests_at_once_have_the_same_bits(history: list[Verify], weight:
 @pytest.mark.parametrize("tells", [True, False])
 def test_drafts_of_one_confidence_are_judged_by_each_other(tells: bool) -> None:
     model = AcceptanceModel(max_window=W)
+    model.tell(["sure", "unsure"], [3, 0] if tells else [])
     for _ in range(100):
-        model.observe("sure", W, W, confidence=3 if tells else None)
-        model.observe("unsure", W, 0, confidence=0 if tells else None)
+        model.observe("sure", W, W)
+        model.observe("unsure", W, 0)
     model.tell(["x", "y"], [3, 0] if tells else [])
     sure, unsure = (model.survival(name, 1)[0] for name in ("x", "y"))
     assert model.survival("z", 1)[0] == pytest.approx(0.5, abs=0.05)
@@ -78,8 +79,9 @@ def test_drafts_of_one_confidence_are_judged_by_each_other(tells: bool) -> None:
 
 def test_news_count_and_what_confidence_means_is_remembered_longer() -> None:
     model = AcceptanceModel(max_window=W)
+    model.tell(["a"], [3])
     for _ in range(500):
-        model.observe("a", W, W, confidence=3)
+        model.observe("a", W, W)
     model.limit(8)
     for _ in range(8):
         model.observe("b", W, 0)
