@@ -202,17 +202,8 @@ class AcceptanceModel:
         self._sure.add(hits_N[is_told_N], trials_N[is_told_N], sure_N[is_told_N])
         self._acceptance.add(hits_N, trials_N)
 
-    def survival(self, request_id: str, max_window: int, *, drafted: int | None = None) -> list[float]:
-        """Return survival_j for j = 1..max_window.
-
-        With `drafted`, the number of tokens that are there, only their acceptance counts.
-        """
-        assert 0 <= max_window <= self.max_window, max_window
-        survival: list[float] = self.survivals([request_id], covered=drafted is not None)[0].tolist()
-        return survival[: max_window if drafted is None else min(drafted, max_window)]
-
     def survivals(self, request_ids: Sequence[str], *, covered: bool) -> Floats:
-        """Return `survival` [requests][max_window]; `covered`: of drafts that are there."""
+        """Return survival_j [requests][max_window]; `covered`: of drafts that are there (acceptance alone)."""
         a_CW, coverage_W, rate = self._estimates()
         a_BW = a_CW[self._confidences(request_ids)] if self._told else a_CW[-1:]
         row = self._row

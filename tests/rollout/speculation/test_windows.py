@@ -22,6 +22,7 @@ from specactor.rollout.speculation.windows import (
     choose,
     padded,
 )
+from tests.rollout.speculation.world import survival
 
 Survivals = list[list[float]]
 PROBABILITY = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.5, 1.0]))  # ties and certainties too
@@ -210,7 +211,7 @@ def test_survivals_from_the_model_fit() -> None:
     for _ in range(50):
         model.observe("easy", 8, 8, asked=8)
         model.observe("hard", 8, 0, asked=8)
-    survivals = [model.survival(request, 8) for request in ("easy", "new", "hard")]
+    survivals = [survival(model, request) for request in ("easy", "new", "hard")]
     choice = best_windows(
         np.array(survivals),
         [8] * 3,
