@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor.replay.records import BLOCK, RankWeights, SampleRecord, StepRecord, by_request
+from specactor.replay.records import BLOCK, RankWeights, SampleRecord, StepRecord
 
 Noise = Callable[[int, int, int], float]
 """(seed, position in the sequence, token) -> what the engine adds to the log-probability."""
@@ -67,8 +67,8 @@ def first_difference(
     is_rounded = False  # whether steps before were learned from by another layout of ranks
     for a in sorted((a for a in ours if a.step in other), key=lambda record: record.step):
         b = other[a.step]
-        x, y = by_request(a.samples), by_request(b.samples)
-        pairs = [(x[request_id], y[request_id]) for request_id in x if request_id in y]  # a replay may have one alone
+        again = {s.request_id: s for s in b.samples}  # a replay may have one alone
+        pairs = [(s, again[s.request_id]) for s in a.samples if s.request_id in again]
         found = _of_inputs(a, b, pairs)
         if found is None:
             found = _of_responses(a, b, pairs, noise) or _of_rewards(a, b, pairs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +170,3 @@ def drop_before(run: Path, step: int) -> None:
     for old in steps_of(run):
         if old < step:
             file_of(run, old).unlink(missing_ok=True)
-
-
-def by_request(samples: Iterable[SampleRecord]) -> dict[str, SampleRecord]:
-    return {s.request_id: s for s in samples}
