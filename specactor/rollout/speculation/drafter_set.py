@@ -127,7 +127,10 @@ class DrafterSet:
         def look(name: str, drafter: Drafter) -> None:
             if drafter.is_there():
                 there.add(name)
-                self._notice(name, drafter.version)
+                version = drafter.version
+                if version > self._versions.setdefault(name, version):
+                    self._estimates.drafter_changed(name)
+                self._versions[name] = version
 
         for name, drafter in self.drafters.items():
             self.call(drafter, look, name, drafter)
@@ -141,11 +144,6 @@ class DrafterSet:
             for name, drafter in self.drafters.items():
                 if drafter.drafts_ahead and name not in self.there:
                     self.call(drafter, drafter.is_there)
-
-    def _notice(self, name: str, version: int) -> None:
-        if version > self._versions.setdefault(name, version):
-            self._estimates.drafter_changed(name)
-        self._versions[name] = version
 
     def expects(self) -> bool:
         return any(self.drafters[name].expects for name in self.there)

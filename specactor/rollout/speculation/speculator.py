@@ -228,7 +228,7 @@ class Speculator:
             _LOG.info("speculation: %s", choice.reason)
             self._recorder.instant("rounds", f"switch to {choice.drafter}", self._clock(), why=choice.reason)
         if choice.drafter == OFF:
-            self._look_over(sequences, drafts, caps, started=started, requests=requests)
+            self._look_over(sequences, drafts, caps, started=started)
             return self._plain(requests)
         self._back_off.restart()
         if some < requests:
@@ -246,15 +246,15 @@ class Speculator:
             self._recorder.instant("rounds", f"{requests} from {before} to {after}", self._clock(), why=reason)
 
     def _look_over(
-        self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], *, started: float, requests: int
+        self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], *, started: float
     ) -> None:
         if self._back_off.waits(self.drafter_set.expects(), look_s=self._clock() - started):
             return
         for name in drafts if self._back_off.is_long else ():
             self.estimates.acceptance[name].limit(LOOK_TRIALS)  # looks are few, so old evidence makes way
         self._look(sequences, drafts, caps)
-        look_s, plain_s = self._clock() - started, self.costs.plain_s(requests)
-        self._back_off.looked(look_s=look_s, plain_s=plain_s, requests=requests)
+        requests, look_s = len(sequences), self._clock() - started
+        self._back_off.looked(look_s=look_s, plain_s=self.costs.plain_s(requests), requests=requests)
 
     def _look(
         self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], decision: Decision | None = None
