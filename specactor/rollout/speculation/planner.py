@@ -66,11 +66,11 @@ class Planner:
         *,
         max_branches: int = 0,
     ) -> dict[str, Option]:
-        requests, costs = len(sequences), self._costs
+        requests = len(sequences)
         found: dict[str, Option] = {}
         for name, model in self._acceptance.items():
             if name in self._drafter_set.there:
-                choice = of_drafter(name, model, costs, sequences, caps, drafts.get(name), windows=self._windows)
+                choice = of_drafter(name, model, self._costs, sequences, caps, drafts.get(name), windows=self._windows)
                 found[name] = self._option(name, choice)
         self._expect(found, requests)
         ready = [name for name, lists in drafts.items() if any(lists)]
@@ -78,7 +78,7 @@ class Planner:
         goes_further = self._config.fastest_of > 1 and self._config.mode == "auto" and self._config.window is None
         if ready and len(ready + later) > 1 and (requests > 1 or goes_further):  # one alone is one drafter's
             ids = [sequence.request_id for sequence in sequences]
-            found |= self._mixed(ids, caps, drafts, costs, ready, later, max_branches if goes_further else 0)
+            found |= self._mixed(ids, caps, drafts, ready, later, max_branches if goes_further else 0)
         return found
 
     def choose(self, options: Mapping[str, Option], requests: int) -> Choice:
@@ -133,7 +133,6 @@ class Planner:
         ids: Sequence[str],
         caps: Sequence[int],
         drafts: Drafts,
-        costs: OnlineCosts,
         ready: Sequence[str],
         later: Sequence[str],
         max_branches: int,
@@ -142,7 +141,7 @@ class Planner:
 
         `ready`: drafters whose drafts are there; `later`: those that draft once windows are chosen.
         """
-        requests, depth, most = len(ids), max(caps), self._config.max_window
+        requests, depth, most, costs = len(ids), max(caps), self._config.max_window, self._costs
         lengths = {name: [len(draft) for draft in drafts[name]] for name in ready}
         alone = {name: self._acceptance[name].survivals(ids, covered=True) for name in ready}
         own = {name: reaching(table, lengths[name]) for name, table in alone.items()}
@@ -160,11 +159,11 @@ class Planner:
             owners = self.owners.of(ids, both)
             if 0 < owners.count(name) < requests:  # one drafter for all is an option of its own
                 kind = f"{PER_REQUEST} with {name}"
-                found[kind] = self._per_request(kind, owners, both, drafts, costs, reach, spent_s, late=name)
+                found[kind] = self._per_request(kind, owners, both, drafts, reach, spent_s, late=name)
         if len(ready) < 2:
             return found
         owners = self.owners.of(ids, offers)
-        found[PER_REQUEST] = self._per_request(PER_REQUEST, owners, offers, drafts, costs, lengths, spent_s)
+        found[PER_REQUEST] = self._per_request(PER_REQUEST, owners, offers, drafts, lengths, spent_s)
         trees = self._trees(ids, drafts, owners, alone, own, max_branches) if max_branches else None
         if trees is not None:
             spent_s = max(spent_s, costs.draft_s(FASTEST, requests)(depth))
@@ -178,7 +177,6 @@ class Planner:
         owners: Sequence[str],
         offers: Sequence[Offer],
         drafts: Drafts,
-        costs: OnlineCosts,
         lengths: Mapping[str, Sequence[int]],
         spent_s: float,
         *,
@@ -196,11 +194,11 @@ class Planner:
         owner_B = np.array([row.get(name, 0) for name in owners])
         survival_BW = np.stack([offer.survival for offer in offers])[owner_B, np.arange(requests)]
         own_lengths = [lengths[name][i] if name in row else 0 for i, name in enumerate(owners)]
-        later_s = costs.draft_s(late, owners.count(late)) if late else lambda depth: 0.0
+        later_s = self._costs.draft_s(late, owners.count(late)) if late else lambda depth: 0.0
         choice = self._windows(
             survival_BW,
             own_lengths,
-            verify_N1=costs.verify_curve(requests, requests * (1 + survival_BW.shape[1])),
+            verify_N1=self._costs.verify_curve(requests, requests * (1 + survival_BW.shape[1])),
             draft_s=lambda depth: max(spent_s, later_s(depth)),
             drafted=[name != late for name in owners],
         )
