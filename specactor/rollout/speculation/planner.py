@@ -167,7 +167,9 @@ class Planner:
         trees = self._trees(ids, drafts, owners, alone, own, max_branches) if max_branches else None
         if trees is not None:
             spent_s = max(spent_s, costs.draft_s(FASTEST, requests)(depth))
-            choice = _of_tables(*padded(trees.survivals, most), costs, spent_s=spent_s)
+            survival_BW, tree_lengths = padded(trees.survivals, most)
+            verify_N1 = costs.verify_curve(requests, requests * (1 + most))
+            choice = best_windows(survival_BW, tree_lengths, verify_N1=verify_N1, draft_s=lambda depth: spent_s)
             found[FASTEST] = self._option(FASTEST, choice, trees.chosen)
         return found
 
@@ -296,12 +298,6 @@ def of_drafter(
     survival_BW = model.survivals([s.request_id for s in sequences], covered=drafts is not None)
     verify_N1 = costs.verify_curve(requests, requests * (1 + model.max_window))
     return windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s)
-
-
-def _of_tables(survival_BW: Floats, lengths: Sequence[int], costs: OnlineCosts, *, spent_s: float) -> Choice:
-    requests, max_window = survival_BW.shape
-    verify_N1 = costs.verify_curve(requests, requests * (1 + max_window))
-    return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=lambda depth: spent_s)
 
 
 def live_costs(costs: OnlineCosts, requests: int, *, draft_W: Floats) -> LiveCosts:

@@ -64,14 +64,11 @@ class Option:
 
 def padded(survivals: Sequence[Sequence[float]], max_window: int) -> tuple[NDArray[np.float64], list[int]]:
     """Return (survivals [B][W], lengths) for `best_windows`."""
-    num_requests = len(survivals)
     lengths = [min(len(s), max_window) for s in survivals]
-    if sum(lengths) == num_requests * max_window:
-        rows = (s if len(s) == max_window else s[:max_window] for s in survivals)
-    else:
-        rows = ([*s[:n], *repeat(0.0, max_window - n)] for s, n in zip(survivals, lengths, strict=True))
-    flat = np.fromiter(chain.from_iterable(rows), np.float64, num_requests * max_window)
-    return flat.reshape(num_requests, max_window), lengths
+    survival_BW = np.zeros((len(survivals), max_window))
+    is_there_BW = np.arange(max_window) < np.array(lengths)[:, None]
+    survival_BW[is_there_BW] = [*chain.from_iterable(s[:max_window] for s in survivals)]
+    return survival_BW, lengths
 
 
 def best_windows(
