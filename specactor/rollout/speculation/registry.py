@@ -1,3 +1,5 @@
+"""The drafters that a configuration names."""
+
 from __future__ import annotations
 
 import importlib
@@ -5,9 +7,13 @@ from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 
 from specactor.config import DRAFTERS, SpeculationConfig
-from specactor.config.speculation import MTP, of_draft_model
+from specactor.config.speculation import MTP, kind_of
 from specactor.errors import ConfigError
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.previous import PreviousDrafter
+from specactor.rollout.speculation.suffix import SuffixDrafter
+
+OVER_TEXT: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in (SuffixDrafter, PreviousDrafter)}
 
 
 def make_drafters(config: SpeculationConfig, *, connect: Callable[[str], Drafter] | None = None) -> list[Drafter]:
@@ -19,18 +25,16 @@ def make_drafters(config: SpeculationConfig, *, connect: Callable[[str], Drafter
 
 
 def _make(name: str, connect: Callable[[str], Drafter] | None) -> Drafter:
-    # Imports are where they are needed: `model` alone needs SGLang.
-    kind, _ = of_draft_model(name) or ("", 0)
     module, _, attribute = name.partition(":")
-    if kind == "model":
-        from specactor.rollout.sglang.model_drafter import ModelDrafter
+    if kind_of(name) == "model":
+        from specactor.rollout.sglang.model_drafter import ModelDrafter  # these alone need SGLang
 
         return ModelDrafter(name)
     if name == MTP:
         from specactor.rollout.sglang.model_drafter import MtpDrafter
 
         return MtpDrafter()
-    if kind == "decoupled":
+    if kind_of(name) == "decoupled":
         if connect is None:
             raise ConfigError.at(
                 "rollout.speculation.drafters", name, "drafters in the engine", "Here are no drafter processes."
@@ -38,14 +42,8 @@ def _make(name: str, connect: Callable[[str], Drafter] | None) -> Drafter:
         return connect(name)
     if attribute:
         return _imported(name, module, attribute)
-    if name == "suffix":
-        from specactor.rollout.speculation.suffix import SuffixDrafter
-
-        return SuffixDrafter()
-    if name == "previous":
-        from specactor.rollout.speculation.previous import PreviousDrafter
-
-        return PreviousDrafter()
+    if name in OVER_TEXT:
+        return OVER_TEXT[name]()
     raise ConfigError.at(
         "rollout.speculation.drafters",
         name,
