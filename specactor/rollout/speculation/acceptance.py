@@ -54,7 +54,7 @@ class _Positions:
     def __init__(
         self, *, kinds: int = 1, size: int, first: float, decay: float | None, weight: float, memory: float
     ) -> None:
-        """`first`: prior mean at position 0. `decay`: of later ones by the estimate before; None: all have `first`."""
+        """`decay`: a position's prior mean over the estimate before it; None: all have the prior mean `first`."""
         self._first, self._decay, self._weight, self._keep = first, decay, weight, 1.0 - 1.0 / memory
         self._hits = np.zeros((kinds, size))
         self._trials = np.zeros((kinds, size))

@@ -1,6 +1,6 @@
 """Counts and seconds of what speculation did. PURE.
 
-Invariants: emitted = accepted + verifies; accepted <= drafted, at every position; adding is exact and in any order.
+Invariants: emitted = accepted + verifies; accepted <= drafted, at every position; adding is exact, in any order.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class DrafterSet:
         self._missed = 0 if there else self._missed + 1
 
     def listen(self, now_s: float) -> None:
-        """Let drafters elsewhere that begin to answer in plain rounds be there when they are looked for."""
+        """Hear drafters elsewhere in a plain round, so that they are there when they are looked for."""
         if now_s >= self._listen_s:
             self._listen_s = now_s + LISTEN_EVERY_S
             for name, drafter in self.drafters.items():
@@ -182,7 +182,7 @@ class DrafterSet:
         return found
 
     def hindsight(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> None:
-        """Compare what drafters over text draft from some tokens ago with these, before they hear of them."""
+        """Learn from what drafters over text draft from some tokens ago, before they hear of what was emitted since."""
         requests = [self._running[sequence.request_id] for sequence in sequences]
         self._tell(requests, "text", but=self.config.max_window)
         for name in [drafter.name for drafter in self._by_kind["text"] if drafter.name in self.there]:

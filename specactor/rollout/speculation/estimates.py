@@ -1,7 +1,7 @@
 """What an engine knows of its drafters and rounds. PURE: seconds are passed in.
 
-A round is counted once, under the drafter that leads it, or OFF. What drafting costs is without catching up, and what
-plain decoding costs without looks.
+A round is counted once, under the drafter that leads it, or OFF. Drafting is timed without catching up, and plain
+decoding without looks.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def best_window(rate: float, costs: LiveCosts) -> int:
 
 
 def gain_after(waking: float, left: float, faster: float) -> float:
-    """Return the speed-up of a request with `left` tokens to go that is `faster` after `waking` of them."""
+    """Return the speed-up of a request with `left` tokens to go, `faster` times as fast after `waking` of them."""
     assert waking >= 0, waking
     assert left > 0, left
     assert faster >= 1, faster

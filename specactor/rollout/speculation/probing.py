@@ -114,7 +114,6 @@ class BackOff:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a look waits for drafts."""
         return self._tries > 0
 
     def waits(self, expects: bool, *, look_s: float) -> bool:

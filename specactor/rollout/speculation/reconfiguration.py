@@ -162,7 +162,7 @@ def speeds(survival_BW: Floats, costs: LiveCosts, mode: Mode) -> Floats:
 
 
 def worths(offer: Offer, mode: Mode, *, pace: float | None) -> Floats:
-    """Return tokens less what their seconds are worth; pace None: `speeds`."""
+    """Return [B][W] ([B][1] for off): tokens less what their seconds are worth; pace None: `speeds`."""
     if pace is None:
         return speeds(offer.survival, offer.costs, mode)
     tokens_BW, seconds_BW = _rounds(offer.survival, offer.costs, mode)

@@ -128,7 +128,7 @@ def whole_drafts(
     draft_s: Callable[[int], float],
     drafted: Sequence[bool] = (),
 ) -> Choice:
-    """Verify all drafts; arguments as of `best_windows`."""
+    """Verify all drafts."""
     depth = max(0 if there else length for length, there in zip(lengths, drafted or repeat(False), strict=False))
     survival_N, _ = _rows_in_order(survival_BW, lengths)
     return Choice(
