@@ -17,17 +17,14 @@ from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
-from specactor.rollout.speculation.acceptance import survival_of
+from specactor.rollout.speculation.acceptance import Floats, survival_of
 from specactor.rollout.speculation.reconfiguration import LiveCosts, Mode, speeds
 from specactor.rollout.speculation.verification import Drafts, common, held
 from specactor.rollout.speculation.windows import OFF
 
 MOST_REQUESTS = 16
 """Requests with further drafts in a round, at most: each takes 0.1 ms to look at."""
-
-Floats = NDArray[np.float64]
 
 
 def speedup(rate: float, costs: LiveCosts) -> float:

@@ -17,12 +17,12 @@ from functools import cache, partial
 import numpy as np
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.speculation.acceptance import AcceptanceModel
+from specactor.rollout.speculation.acceptance import AcceptanceModel, Floats
 from specactor.rollout.speculation.costs import OnlineCosts
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.drafter_set import DrafterSet
 from specactor.rollout.speculation.estimates import Estimates
-from specactor.rollout.speculation.fastest_of_n import Candidates, Floats, candidates, further
+from specactor.rollout.speculation.fastest_of_n import Candidates, candidates, further
 from specactor.rollout.speculation.probing import Promises
 from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan, LiveCosts, Offer, reconfigure, worths
 from specactor.rollout.speculation.verification import Decision, Drafts

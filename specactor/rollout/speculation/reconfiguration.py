@@ -23,12 +23,11 @@ from functools import cache
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from specactor.rollout.speculation.acceptance import Floats
 from specactor.rollout.speculation.costs import CostTable, Grid
 from specactor.rollout.speculation.windows import OFF
 
-Floats = NDArray[np.float64]
 Mode = Literal["off", "coupled", "decoupled"]
 MODES: tuple[Mode, ...] = ("off", "coupled", "decoupled")
 """In order of preference among equals."""
