@@ -108,10 +108,8 @@ class Planner:
         if option.verified is not None:
             decision.take(option.verified(windows))
         if not self._drafter_set.drafters[decision.drafter].drafts_first:
-            drafted = [any(map(len, of)) for of in zip(*decision.beside.values(), strict=True)] or [False] * len(
-                windows
-            )
-            decision.to_draft = [0 if there else w for there, w in zip(drafted, windows, strict=True)]
+            others = decision.beside.values()
+            decision.to_draft = [0 if any(lists[i] for lists in others) else w for i, w in enumerate(windows)]
             decision.depth = max(decision.to_draft)
         return decision
 
