@@ -22,6 +22,7 @@ from rich.console import Console
 
 from specactor import __version__
 from specactor.config import Config
+from specactor.config.rollout import SAME_BITS, guarantee
 from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
 from specactor.errors import ConfigError, DataError
 from specactor.metrics import read_metrics
@@ -82,7 +83,7 @@ def replay(argv: list[str], console: Console) -> int:
     if code:
         raise DataError(f"replay: torchrun ended with {code}, expected 0. What it said stands above.")
     promise = _guarantee(config) + ("" if nproc == was else f"; {nproc} ranks train as {was} did but for rounding")
-    return _say(source, target.root, console, guarantee=promise)
+    return _say(source, target.root, console, promise=promise)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -183,12 +184,13 @@ def _plan(run: Path, what: Replay, first: int) -> str:
 
 
 def _guarantee(config: Config) -> str:
-    if config.model.dtype == "float32" and not torch.cuda.is_available():
+    gpu = torch.cuda.is_available()
+    if guarantee(config.rollout.engine, gpu=gpu, dtype=config.model.dtype).promise == SAME_BITS:
         return "same bits (float32 on CPUs), on any number of engines, with or without speculation"
     return "same law; where two tokens score within rounding of each other, the other one may be emitted"
 
 
-def _say(a: Path, b: Path, console: Console, *, guarantee: str = "", out: Path | None = None) -> int:
+def _say(a: Path, b: Path, console: Console, *, promise: str = "", out: Path | None = None) -> int:
     """Print where two runs differ first, and write a page of it."""
     shared = sorted({*records.steps_of(a)} & {*records.steps_of(b)})
     if not shared:
@@ -200,8 +202,8 @@ def _say(a: Path, b: Path, console: Console, *, guarantee: str = "", out: Path |
     config = config_of(a)
     noise = noise_of(config.rollout)
     found = first_difference(ours, theirs, noise=noise)
-    if guarantee:
-        console.print(f"guarantee: {guarantee}", soft_wrap=True)
+    if promise:
+        console.print(f"guarantee: {promise}", soft_wrap=True)
     file = out or b / "diff.html"
     if found is None:
         if out is None:
