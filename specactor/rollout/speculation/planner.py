@@ -58,7 +58,7 @@ class Planner:
         self._costs, self._acceptance = estimates.costs, estimates.acceptance
         self._windows = best_windows if config.window is None else whole_drafts
         # In modes coupled and decoupled, and with a fixed window, drafting is wanted.
-        self._may_stop = config.mode == "auto" and config.window is None
+        self.may_stop = config.mode == "auto" and config.window is None
 
     def options(
         self,
@@ -77,18 +77,18 @@ class Planner:
         self._expect(found, requests)
         ready = [name for name, lists in drafts.items() if any(lists)]
         later = [name for name in found if not self._drafter_set.drafters[name].drafts_first] if requests > 1 else []
-        goes_further = self._config.fastest_of > 1 and self._may_stop
+        goes_further = self._config.fastest_of > 1 and self.may_stop
         if ready and len(ready + later) > 1 and (requests > 1 or goes_further):  # one alone is one drafter's
             ids = [sequence.request_id for sequence in sequences]
             found |= self._mixed(ids, caps, drafts, ready, later, max_branches if goes_further else 0)
         return found
 
     def choose(self, options: Mapping[str, Option], requests: int) -> Choice:
-        plain_s = self._costs.plain_s(requests) if self._may_stop or not options else float("inf")
+        plain_s = self._costs.plain_s(requests) if self.may_stop or not options else float("inf")
         margin = ENTRY_MARGIN if self.current == OFF else CHANGE_MARGIN
         choice = choose(options, requests=requests, plain_s=plain_s, current=self.current, margin=margin)
         promising = choice.drafter in options and options[choice.drafter].usual > 0
-        if self._may_stop and not any(choice.windows) and not promising:
+        if self.may_stop and not any(choice.windows) and not promising:
             choice = replace(choice, drafter=OFF)  # a drafter that is asked and never verified
         self.current = choice.drafter
         self.owners.promised(choice.tokens_per_s / requests)

@@ -199,7 +199,7 @@ class Speculator:
     def _may_rest(self) -> bool:
         """Whether decoding stays plain until the next look."""
         may = self.costs.table is not None or self._fruitless >= MOST_FRUITLESS
-        return may and self.config.window is None and self.config.mode == "auto" and self.planner.current == OFF
+        return may and self.planner.may_stop and self.planner.current == OFF
 
     def _waited_for(self) -> Collection[str]:
         """Drafters whose drafts this round would verify; nobody waits for a look."""
