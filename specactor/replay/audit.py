@@ -1,13 +1,7 @@
-"""The audit: the trainer compares every token with its noise, and engines generate some responses again, undrafted.
+"""The audit: the trainer compares every token with its noise, and engines generate parts of responses again, undrafted.
 
-An engine samples the token whose log-probability plus noise is largest. The noise follows from seed and position, and
-the trainer has the log-probabilities anyway: it sees whether another token should have been emitted.
-
-What is sampled from equal weights, contexts and seeds is equal up to kernels' rounding, so a difference between a
-response and one of another engine is a fault of an engine or of verification, and is located like one between two runs.
-Parts of responses, drawn by the run's seed, are as long as `SHARE` of the run's time pays for; which responses they are
-of does not depend on time. Every other part is the beginning of its response, whose log-probabilities must be equal,
-too; the rest lie anywhere, since there are few drafts for the first tokens.
+Equal weights, contexts and seeds give equal tokens up to kernels' rounding, so any other difference is a fault of an
+engine or of verification. Time decides how long the audited parts are, and not which responses they are of.
 """
 
 from __future__ import annotations
@@ -40,18 +34,16 @@ if TYPE_CHECKING:  # it imports Megatron
     from specactor.trainer.policy import TrainStats
 
 UNPICKED = {"float32": 0.0, "bfloat16": 1e-4}
-"""Share of the tokens that their noise may not pick, by dtype: kernels differ, by more in bfloat16."""
+"""Share of tokens that their noise may not pick, by dtype: kernels differ."""
 SHARE = 0.005  # of the seconds of steps, for audits; one may take twice what was predicted
 RESPONSES = 64  # looked at together, at most
 CONTEXT = 2**14  # tokens that these have, at most: what is before a part is read again
 FEWEST_TOKENS = 16
-"""Of each, at least: shorter parts see too little for the time of their prefill. The time is saved up for them."""
+"""Least length of a part: shorter ones are not worth their prefill, and the time is saved up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """The result of one rank's engines."""
-
     responses: int = 0
     tokens: int = 0
     ties: int = 0  # responses that differ where two tokens score within rounding of each other
@@ -65,15 +57,14 @@ class Part:
 
     response: Trajectory
     place: float
-    """0: its beginning; 1: its end; between them, that share of the way."""
+    """From 0, the response's beginning, to 1, its end."""
 
     def start(self, tokens: int) -> int:
-        """Return where the part begins if it is this long."""
         return int(self.place * max(0, len(self.response.token_ids) - tokens))
 
 
 class Audit:
-    """Looks at every step's responses; equal on all ranks but for the requests that each one's engines get."""
+    """Audits every step; equal on all ranks but for what each one's engines generate."""
 
     def __init__(self, config: Config, *, pool: EnginePool, collective: Collective, progress: Progress) -> None:
         self.config = config
@@ -87,14 +78,10 @@ class Audit:
         self._token_s = 0.0  # of a round of an audit, on this machine; 0 before the first
 
     def look(self, step: int, version: int, groups: Sequence[ScoredGroup], *, step_s: float) -> dict[str, float]:
-        """Audit the responses of a step, of a conversation its first turn; return the metrics. Collective.
+        """Audit a step's responses, of a conversation its first turn; return the metrics. Collective.
 
-        Args:
-            step: the one that is under way, from 1.
-            version: of the policy that sampled.
-            step_s: seconds that the step before took.
-
-        Raises AgreementError on all ranks, with rollout.audit stop, when a response differs.
+        `step_s` is of the step before. Raises AgreementError on all ranks, with rollout.audit stop, when a response
+        differs.
         """
         rollout = self.config.rollout
         if rollout.audit == "off" or not (self._has_same_bits or noise_of(rollout)):  # ties would look like faults
@@ -124,16 +111,16 @@ class Audit:
         }
 
     def num_seeded(self, group: ScoredGroup, response: Trajectory) -> int:
-        """Return how many of its first tokens the trainer is to check: of an agent's, the first turn's."""
+        """Return how many first tokens the trainer checks: of an agent, those of its first turn."""
         if not self._may_score:
             return 0
         is_agents = hasattr(environment_of(group.problem.verifier), "run")
         return response.first_turn_len if is_agents else len(response.token_ids)
 
     def of_training(self, step: int, stats: TrainStats) -> dict[str, float]:
-        """Return the metrics of what the trainer checked in this step.
+        """Return the metrics of the trainer's check.
 
-        Raises AgreementError, with rollout.audit stop, when its noise picks other tokens.
+        Raises AgreementError, with rollout.audit stop, when the noise picks other tokens.
         """
         if not self._may_score:
             return {}
@@ -143,25 +130,23 @@ class Audit:
         return {"audit/scored": stats.scored, "audit/unpicked": stats.unpicked}
 
     def is_suspect(self, looked: Mapping[str, float], stats: TrainStats) -> bool:
-        """Return whether this step's audit found something, by what `look` and the trainer say."""
         return looked.get("audit/differences", 0) > 0 or self._is_wrong(stats)
 
     def _is_wrong(self, stats: TrainStats) -> bool:
         return stats.unpicked > UNPICKED[self.config.model.dtype] * stats.scored
 
     def _affordable(self, groups: Sequence[ScoredGroup]) -> int:
-        """Tokens of each part that the saved time pays for; the same on all ranks."""
+        """Return the tokens of each part that the saved time pays for, equal on all ranks."""
         longest = max(len(t.token_ids) for group in groups for t in group.trajectories)
         rollout_s = self.progress.spent().get("rollout", 0.0)
         own = int(self._saved_s / (self._token_s or rollout_s / longest or 1.0))
         return min([longest, *self.collective.gather(own, int)])
 
     def _engine_of(self, response: Trajectory) -> int:
-        """Return the engine that generates it again: the one after its own."""
-        return (response.group_id + 1) % self.config.parallel.engines
+        return (response.group_id + 1) % self.config.parallel.engines  # the one after its own
 
     def _own(self, step: int, chosen: Sequence[Part], tokens: int) -> AuditReport:
-        """Generate again what this rank's engines are to: each parts of what the engine before it generated."""
+        """Generate again what the engines before this rank's generated."""
         began = time.perf_counter()
         report = AuditReport()
         for engine in self.pool.engines:
@@ -213,7 +198,6 @@ class Audit:
         return going_on(request, before)
 
     def _compare(self, step: int, pairs: Sequence[tuple[Part, Trajectory]], tokens: int) -> Finding | None:
-        """Compare parts of responses with what was generated again."""
         ours: list[SampleRecord] = []
         theirs: list[SampleRecord] = []
         for part, again in pairs:
@@ -241,7 +225,7 @@ class Audit:
 
 
 def choose(groups: Sequence[ScoredGroup], *, seed: int, step: int, version: int) -> list[Part]:
-    """Draw some of a step's responses that one policy sampled whole, without their branches."""
+    """Draw some responses that one policy sampled whole, without branches."""
     whole = [t for g in groups for t in g.trajectories if [s.version for s in t.spans] == [version]]
     drawing, context = random.Random(f"audit {seed} {step}"), 0
     parts: list[Part] = []
@@ -249,14 +233,14 @@ def choose(groups: Sequence[ScoredGroup], *, seed: int, step: int, version: int)
         context += len(response.prompt_ids) + len(response.token_ids)
         if context > CONTEXT and parts:
             break
+        # Beginnings must have equal log-probabilities, too; but few of a response's first tokens were drafted.
         place = drawing.random() if i % 2 else 0.0
         parts.append(Part(response=replace(response, branches=()), place=place))
     return parts
 
 
 def _record(of: Trajectory, token_ids: Sequence[int], logprobs: Sequence[float]) -> SampleRecord:
-    """What is compared of a response; the rest is equal by what was asked for."""
-    return SampleRecord.of(
+    return SampleRecord.of(  # what is left empty was asked for equally
         request_id=of.request_id,
         group=of.group_id,
         sample=int(of.request_id.rpartition(".")[2]),
@@ -276,11 +260,11 @@ def _record(of: Trajectory, token_ids: Sequence[int], logprobs: Sequence[float])
 
 
 def noise_of(rollout: RolloutConfig) -> Noise | None:
-    """Return the noise of a run's responses; None with top-p or top-k, where its key is a token's rank."""
+    """Return a run's noise; None with top-p or top-k, where its key is a token's rank."""
     return gumbel if (rollout.top_p, rollout.top_k) == (1.0, -1) else None
 
 
 def gumbel(seed: int, position: int, token: int) -> float:
-    """What `specactor.cpu.sglang_ops.sample_with_noise` adds to the log-probability of a token at this position."""
+    """Return what `cpu.sglang_ops.sample_with_noise` adds to a token's log-probability."""
     before = torch.tensor([position - 1])  # SGLang's key: the position of the token that the pass was given
     return noise_at(torch.tensor([seed]), before, torch.tensor([[token]])).item()

@@ -1,4 +1,4 @@
-"""``specactor replay`` runs steps of a run again and compares; ``specactor diff`` compares two runs."""
+"""The commands ``specactor replay`` and ``specactor diff``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from rich.console import Console
 
 from specactor import __version__
 from specactor.config import Config
+from specactor.config.rollout import SAME_BITS, guarantee
 from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
 from specactor.errors import ConfigError, DataError
 from specactor.metrics import read_metrics
@@ -82,7 +83,7 @@ def replay(argv: list[str], console: Console) -> int:
     if code:
         raise DataError(f"replay: torchrun ended with {code}, expected 0. What it said stands above.")
     promise = _guarantee(config) + ("" if nproc == was else f"; {nproc} ranks train as {was} did but for rounding")
-    return _say(source, target.root, console, guarantee=promise)
+    return _say(source, target.root, console, promise=promise)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,7 +112,6 @@ def diff(argv: list[str], console: Console) -> int:
 
 
 def check(what: Replay, config: Config, recorded: StepRecord) -> None:
-    """Raise ConfigError for what cannot be run again."""
     if config.rollout.oversample > 1:
         raise ConfigError.at(
             "rollout.oversample", config.rollout.oversample, "1", "Which groups are complete first is up to chance."
@@ -137,7 +137,7 @@ def check(what: Replay, config: Config, recorded: StepRecord) -> None:
 
 
 def config_of(run: Path) -> Config:
-    """Return a run's config. Raises DataError where there is none that this version reads."""
+    """Read a run's config. Raises DataError where this version cannot."""
     try:
         return from_json(json.loads((run / "config.json").read_text()))
     except (OSError, ValueError) as error:
@@ -150,7 +150,6 @@ def config_of(run: Path) -> Config:
 
 
 def check_model(config: Config) -> None:
-    """Raise ConfigError where the model that a run started from is gone."""
     if config.model.tiny is None and not (Path(config.model.path) / "config.json").is_file():
         raise ConfigError.at(
             "model.path", config.model.path, "the model's folder", "Put it back, or name its copy with --model.path."
@@ -158,7 +157,6 @@ def check_model(config: Config) -> None:
 
 
 def _checkpoint_before(run: Path, step: int) -> Path | None:
-    """The newest checkpoint from which the step can be reached; None for the beginning of the run."""
     found = [path for path in (run / "checkpoints").glob("step-[0-9]*") if path.suffix != ".tmp"]
     return max((path for path in found if _step_of(path) < step), key=_step_of, default=None)
 
@@ -168,7 +166,6 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _ranks(run: Path) -> int:
-    """Return how many ranks the run had."""
     return max((len(records.read(records.file_of(run, step)).weights) for step in records.steps_of(run)[:2]), default=1)
 
 
@@ -187,13 +184,14 @@ def _plan(run: Path, what: Replay, first: int) -> str:
 
 
 def _guarantee(config: Config) -> str:
-    if config.model.dtype == "float32" and not torch.cuda.is_available():
+    gpu = torch.cuda.is_available()
+    if guarantee(config.rollout.engine, gpu=gpu, dtype=config.model.dtype).promise == SAME_BITS:
         return "same bits (float32 on CPUs), on any number of engines, with or without speculation"
     return "same law; where two tokens score within rounding of each other, the other one may be emitted"
 
 
-def _say(a: Path, b: Path, console: Console, *, guarantee: str = "", out: Path | None = None) -> int:
-    """Print what two runs have in common, and where they differ first; write a page of that."""
+def _say(a: Path, b: Path, console: Console, *, promise: str = "", out: Path | None = None) -> int:
+    """Print where two runs differ first, and write a page of it."""
     shared = sorted({*records.steps_of(a)} & {*records.steps_of(b)})
     if not shared:
         raise DataError(
@@ -204,8 +202,8 @@ def _say(a: Path, b: Path, console: Console, *, guarantee: str = "", out: Path |
     config = config_of(a)
     noise = noise_of(config.rollout)
     found = first_difference(ours, theirs, noise=noise)
-    if guarantee:
-        console.print(f"guarantee: {guarantee}", soft_wrap=True)
+    if promise:
+        console.print(f"guarantee: {promise}", soft_wrap=True)
     file = out or b / "diff.html"
     if found is None:
         if out is None:
@@ -235,7 +233,7 @@ def _read(run: Path, steps: Sequence[int]) -> list[StepRecord]:
 
 
 def _of_today(record: StepRecord) -> StepRecord:
-    """Return a record whose settings have today's names, where this version reads them."""
+    """Give a record's settings their names of today."""
     with contextlib.suppress(ConfigError):
         return msgspec.structs.replace(record, config=to_json(from_json(record.config)))
     return record
@@ -255,7 +253,7 @@ Text = Callable[[Sequence[int]], str]
 
 
 def text_of(config: Config) -> Text:
-    """Return how token ids of a run are read; as numbers where its model has no tokenizer any more."""
+    """Return the run's decoding of token ids; as numbers where its tokenizer is gone."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(config.model.path)
         if config.model.tiny is not None:
@@ -269,7 +267,6 @@ def text_of(config: Config) -> Text:
 
 
 def diff_page(found: Finding, names: tuple[str, str], text: Text, noise: Noise | None) -> str:
-    """Return the page of a difference between two runs of these names."""
     title = f"{names[0]} and {names[1]}: step {found.step}"
     facts = table("Where they differ", [("step", str(found.step)), ("where", found.where), ("cause", found.cause)])
     evidence = "".join(f"<p>{escape(line)}</p>" for line in found.evidence)
@@ -281,7 +278,6 @@ def diff_page(found: Finding, names: tuple[str, str], text: Text, noise: Noise |
 
 
 def _responses(found: Finding, names: tuple[str, str], text: Text, noise: Noise | None) -> str:
-    """Both responses side by side, and the tokens around the place."""
     assert found.pair is not None
     kept = next((s for s in found.pair if s.whole), None)
     if kept is None:
@@ -298,7 +294,6 @@ def _responses(found: Finding, names: tuple[str, str], text: Text, noise: Noise 
 
 
 def _marked(sample: SampleRecord, at: int | None, text: Text) -> str:
-    """The response, with the token at that place marked, and what follows of it pale."""
     ids = sample.token_ids.tolist()
     if at is None:
         return escape(text(ids))
@@ -309,7 +304,6 @@ def _marked(sample: SampleRecord, at: int | None, text: Text) -> str:
 def _around(
     pair: tuple[SampleRecord, SampleRecord], at: int, names: tuple[str, str], text: Text, noise: Noise | None
 ) -> Rows:
-    """A heading, then per token of both its text, log-probability, and score with the noise of its place."""
     rows: Rows = [("token", *(f"{name}: {what}" for name in names for what in ("text", "log-prob", "with noise")))]
     for i in range(max(0, at - AROUND), at + AROUND + 1):
         cells: list[str] = []

@@ -1,12 +1,7 @@
 """The first difference between two runs' records, and its cause by elimination. PURE.
 
-A step is compared in the order in which it is computed: problems, prompts, noise, weights that sample, tokens, scores,
-advantages, training, weights after it, where the data then stand. What comes first and differs explains what follows,
-so the first difference decides; where several causes could make it, what is equal before it eliminates all but one, or
-the finding names them.
-
-Speculation can only change which token is emitted at a place whose context, weights and noise are equal; so it is named
-only if those are equal, it was on, and the emitted token is not the one that the noise picks.
+Parts of a step are compared in the order in which they are computed. Speculation is named only where context, weights
+and noise are equal, it was on, and the noise picks another token.
 """
 
 from __future__ import annotations
@@ -19,20 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from specactor.replay.records import BLOCK, RankWeights, SampleRecord, StepRecord, by_request
+from specactor.replay.records import BLOCK, RankWeights, SampleRecord, StepRecord
 
 Noise = Callable[[int, int, int], float]
-"""(seed, position in the sequence, token) -> what the engine adds to the token's log-probability."""
+"""(seed, position in the sequence, token) -> what the engine adds to the log-probability."""
 
 TIE = 1e-3
-"""Two candidates whose scores with noise are closer than this may swap by rounding: float32 kernels differ by 1e-5."""
+"""Scores with noise that are closer may swap by rounding: float32 kernels differ by 1e-5."""
 TIE_OF_BFLOAT16 = 0.1
-"""The same, where log-probabilities of one token differ by some hundredths from kernel to kernel."""
+"""The same, where log-probabilities differ by some hundredths from kernel to kernel."""
 TIES = "a kernel's tie"  # the cause of such a difference
 SOME = "arithmetic of engines"  # where few responses differ
 OTHER_LAYOUT = "another layout of ranks: gradients are summed in another order, which rounds otherwise"
 ROUNDED, ROUNDING = ("loss", "grad_norm", "entropy"), 1e-3
-"""Metrics that two layouts of ranks give nearly alike, and by how much of their size they may differ."""
+"""Metrics that two layouts of ranks give nearly alike, and the share by which they may differ."""
 AUDITED = ("scored", "unpicked")  # metrics of training that say nothing where rollout.audit is off
 MOST = 0.5  # share of a step's samples that a cause which holds for every token changes at least
 NO_MATTER = (
@@ -40,7 +35,7 @@ NO_MATTER = (
     *("parallel.drafters", "parallel.drafter_hosts"),
     *("rollout.speculation", "rollout.audit", "distillation", "weights_sync", "train.steps"),
 )
-"""Settings that change no token and no weight. With train.steps the learning rate may; that is compared itself."""
+"""Settings that change no token and no weight; train.steps may, by the learning rate, which is compared itself."""
 TEMPLATE = "prompt template or tokenizer"
 AREAS = (
     (TEMPLATE, ("data.prompt_template", "model.path")),
@@ -49,41 +44,35 @@ AREAS = (
     ("reward or environment", ("reward", "environment", "algorithm.overlong")),
     ("algorithm", ("algorithm.", "train.", "parallel.")),
 )
-"""Cause -> beginnings of the settings that have it."""
+"""Cause -> beginnings of its settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The first difference of two runs, and its reason."""
-
     cause: str
     where: str  # the sample, token or tensor
     evidence: tuple[str, ...] = ()
     step: int = 0
     pair: tuple[SampleRecord, SampleRecord] | None = None
-    """The sample in both runs, where it is of a sample."""
+    """The sample in both runs, if it is a sample that differs."""
     token: int | None = None
-    """Of the sample, the first that differs, where that is known."""
+    """Index of the sample's first token that differs, if known."""
 
 
 def first_difference(
     ours: Sequence[StepRecord], theirs: Sequence[StepRecord], *, noise: Noise | None = None
 ) -> Finding | None:
-    """Compare the steps that both runs have, in order; return the first difference, or None.
-
-    Args:
-        noise: of the engines' sampler; without it ties and wrong acceptances are not told apart.
-    """
+    """Compare the steps that both runs have. Without `noise`, ties and wrong acceptances are not told apart."""
     other = {record.step: record for record in theirs}
     is_rounded = False  # whether steps before were learned from by another layout of ranks
     for a in sorted((a for a in ours if a.step in other), key=lambda record: record.step):
         b = other[a.step]
-        x, y = by_request(a.samples), by_request(b.samples)
-        pairs = [(x[request_id], y[request_id]) for request_id in x if request_id in y]  # a replay may have one alone
+        again = {s.request_id: s for s in b.samples}  # a replay may have one alone
+        pairs = [(s, again[s.request_id]) for s in a.samples if s.request_id in again]
         found = _of_inputs(a, b, pairs)
         if found is None:
             found = _of_responses(a, b, pairs, noise) or _of_rewards(a, b, pairs)
-            found = found or _of_training(a, b) or _of_data(a, b)
+            found = found or _of_training(a, b) or _of_data(a, b)  # verdicts on responses may decide what is drawn next
             if found is not None and is_rounded:
                 found = replace(found, cause=OTHER_LAYOUT, evidence=(*found.evidence, f"else: {found.cause}"))
         if found is not None:
@@ -93,7 +82,7 @@ def first_difference(
 
 
 def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return settings (by dotted path) of two configs that differ and that can change a token or a weight."""
+    """Return settings, by dotted path, that differ and can change a token or a weight."""
     found: dict[str, tuple[Any, Any]] = {}
     for key in sorted({*a, *b}):
         path = prefix + key
@@ -111,7 +100,6 @@ Pairs = list[tuple[SampleRecord, SampleRecord]]
 
 
 def _of(pair: tuple[SampleRecord, SampleRecord], cause: str, *evidence: str, token: int | None = None) -> Finding:
-    """What differs in a sample."""
     s = pair[0]
     at = "" if token is None else f", token {token} of {s.num_tokens}"
     where = f"group {s.group}, sample {s.sample} (problem {s.problem}){at}"
@@ -119,7 +107,6 @@ def _of(pair: tuple[SampleRecord, SampleRecord], cause: str, *evidence: str, tok
 
 
 def _because(a: StepRecord, b: StepRecord, *areas: str) -> tuple[str, ...]:
-    """Settings of these areas, and libraries, that differ."""
     starts = [start for area, starts in AREAS for start in starts if area in areas]
     settings = settings_that_differ(a.config, b.config)
     found = [f"{k}: {x!r}, {y!r}" for k, (x, y) in settings.items() if any(k.startswith(s) for s in starts)]
@@ -133,7 +120,6 @@ def _libraries(a: StepRecord, b: StepRecord) -> list[str]:
 
 
 def _of_inputs(a: StepRecord, b: StepRecord, pairs: Pairs) -> Finding | None:
-    """Compare what a request is made of: its problem, prompt and seed."""
     checks: tuple[tuple[str, str, Callable[[SampleRecord], object], tuple[str, ...]], ...] = (
         ("data order", "drew another problem", lambda s: s.problem, ("data",)),
         (TEMPLATE, "another prompt", lambda s: (s.prompt, s.prompt_len), (TEMPLATE, "data")),
@@ -149,7 +135,6 @@ def _of_inputs(a: StepRecord, b: StepRecord, pairs: Pairs) -> Finding | None:
 
 
 def _of_data(a: StepRecord, b: StepRecord) -> Finding | None:
-    """Compare where the data stand after the step: last, since verdicts on responses may decide what is drawn."""
     if not a.data or not b.data or a.data == b.data:
         return None
     is_partial = a.config.get("rollout", {}).get("partial", False)
@@ -159,7 +144,6 @@ def _of_data(a: StepRecord, b: StepRecord) -> Finding | None:
 
 
 def _of_responses(a: StepRecord, b: StepRecord, pairs: Pairs, noise: Noise | None) -> Finding | None:
-    """Compare what the engines generated from equal requests."""
     differing = [p for p in pairs if any(getattr(p[0], n) != getattr(p[1], n) for n in ("tokens", "logprobs", "spans"))]
     if not differing:
         if others := [(x, y) for x, y in pairs if x.branches != y.branches]:
@@ -182,7 +166,7 @@ def _of_responses(a: StepRecord, b: StepRecord, pairs: Pairs, noise: Noise | Non
 def _of_engines(
     a: StepRecord, b: StepRecord, differing: Pairs, total: int, evidence: tuple[str, ...], noise: Noise | None
 ) -> Finding:
-    """Requests, settings and the trainer's weights are equal, and responses are not."""
+    """Explain responses that differ although requests, settings and the trainer's weights are equal."""
     kept = [(x, y, at) for x, y in differing if (at := _first_token(x, y)) is not None]
     if not kept:
         x, y = differing[0]
@@ -216,7 +200,7 @@ def _of_engines(
 
 
 def _sampler_cause(a: StepRecord, b: StepRecord, gap: float, *, is_usual: bool, at_once: bool) -> str:
-    """Equal tokens and log-probabilities up to a place where two tokens differ: how one of them was chosen."""
+    """Explain two tokens after equal ones with equal log-probabilities."""
     is_coarse = a.config.get("model", {}).get("dtype") == "bfloat16"
     if abs(gap) < (TIE_OF_BFLOAT16 if is_coarse else TIE):
         return TIES
@@ -230,7 +214,6 @@ def _sampler_cause(a: StepRecord, b: StepRecord, gap: float, *, is_usual: bool, 
 
 
 def _engine_cause(a: StepRecord, b: StepRecord, differing: Pairs, total: int) -> str:
-    """Log-probabilities differ though requests are equal: the engines computed something else."""
     if told := _libraries(a, b):
         return f"library version: {told[0]}"
     if a.engines == b.engines and a.engines > 1:
@@ -241,7 +224,7 @@ def _engine_cause(a: StepRecord, b: StepRecord, differing: Pairs, total: int) ->
 
 
 def _first_token(x: SampleRecord, y: SampleRecord) -> int | None:
-    """The first token that differs, or whose log-probability does; None where one of the two is not kept whole."""
+    """Return the first token that differs, or whose log-probability does; None where one sample is not kept whole."""
     if not (x.whole and y.whole):
         return None
     shared = min(x.num_tokens, y.num_tokens)
@@ -256,7 +239,6 @@ def _block(s: SampleRecord, i: int) -> tuple[bytes, bytes]:
 
 
 def _of_rewards(a: StepRecord, b: StepRecord, pairs: Pairs) -> Finding | None:
-    """Compare what equal responses were worth."""
     learned = bool(a.metrics and b.metrics)
     checks: tuple[tuple[str, str, bool], ...] = (
         ("score", "reward or environment", True),
@@ -274,7 +256,6 @@ def _of_rewards(a: StepRecord, b: StepRecord, pairs: Pairs) -> Finding | None:
 
 
 def _of_training(a: StepRecord, b: StepRecord) -> Finding | None:
-    """Compare what was learned from equal samples, and the weights that came of it."""
     if copies := _unequal_copies(a) or _unequal_copies(b):
         told = "copies of a parameter differ between data-parallel ranks"
         return Finding(cause="gradients were not reduced over all ranks", where=copies, evidence=(told,))
@@ -318,7 +299,6 @@ def _moved(x: RankWeights, y: RankWeights) -> bool:
 
 
 def _first_tensor(a: Sequence[RankWeights], b: Sequence[RankWeights]) -> str | None:
-    """The first parameter that differs, of two runs of one layout."""
     for rank, (x, y) in enumerate(zip(a, b, strict=True)):
         for name in x.digests:
             if x.digests[name] != y.digests.get(name):
@@ -327,7 +307,6 @@ def _first_tensor(a: Sequence[RankWeights], b: Sequence[RankWeights]) -> str | N
 
 
 def _unequal_copies(record: StepRecord) -> str | None:
-    """A parameter whose copies on data-parallel ranks differ."""
     known: dict[tuple[object, ...], int] = {}
     for rank in record.weights:
         tensor, pipeline, expert, expert_tensor = rank.place

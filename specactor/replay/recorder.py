@@ -42,7 +42,7 @@ LIBRARIES = ("torch", "sglang", "megatron-core", "transformers", "mbridge", "tri
 
 @dataclass(eq=False)
 class StepRecorder:
-    """Writes a `StepRecord` per step, on rank 0; every rank adds the digests of its own parameters and moments."""
+    """Writes a `StepRecord` per step on rank 0, with digests of all ranks' parameters and moments."""
 
     config: Config
     run: Path
@@ -55,8 +55,7 @@ class StepRecorder:
     def started(self, step: int, data: object) -> None:
         """Record what the run starts or goes on with, unless that step has its record. Collective.
 
-        Args:
-            data: where the data stream stands, as a checkpoint keeps it.
+        `data`: where the data stream stands, as a checkpoint keeps it.
         """
         if self.config.tracking.record == "off":
             return
@@ -79,11 +78,11 @@ class StepRecorder:
         *,
         is_suspect: bool = False,
     ) -> None:
-        """Record a step: what was sampled and, if it was learned from, what training was. Collective.
+        """Record what was sampled and, unless `stats` is None, learned from it. Collective.
 
         Args:
-            is_suspect: an audit found a difference: all samples are kept whole, so that a replay shows the token.
-            data: as of `started`; None where a part of the step was generated, which draws and learns less.
+            is_suspect: all samples are kept whole, so that a replay shows the token.
+            data: as of `started`; None where a part of the step was generated.
         """
         if self.config.tracking.record == "off":
             return
@@ -108,7 +107,6 @@ class StepRecorder:
         drop_before(self.run, step - KEPT_STEPS)
 
     def _sample(self, group: ScoredGroup, k: int, advantage: float, *, is_whole: bool) -> SampleRecord:
-        """Describe response `k` of the group, on a rank that holds it."""
         t = group.trajectories[k]
         is_agents = hasattr(environment_of(group.problem.verifier), "run")
         return SampleRecord.of(
@@ -137,7 +135,6 @@ class StepRecorder:
         return StepRecord(config=config, libraries=libraries(), engines=engines, data=stands, **rest)
 
     def _weights(self) -> tuple[RankWeights, ...]:
-        """Digests of all parameters and moments of all ranks."""
         from megatron.core import parallel_state
 
         place = (
@@ -162,7 +159,6 @@ class StepRecorder:
 
 
 def _digest_of(branches: Sequence[Trajectory]) -> int:
-    """Digest the tokens, log-probabilities and policy versions of sequences, with their lengths."""
     digest = xxhash.xxh3_64()
     for t in branches:
         spans = [(s.version, s.start, s.end) for s in t.spans]
@@ -173,7 +169,6 @@ def _digest_of(branches: Sequence[Trajectory]) -> int:
 
 
 def libraries() -> dict[str, str]:
-    """Return the versions of what computes on this machine; what is not installed is left out."""
     found = {"specactor": __version__, "python": platform.python_version(), "machine": platform.machine()}
     for name in LIBRARIES:
         try:

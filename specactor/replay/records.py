@@ -1,18 +1,13 @@
-"""What a run records of every step, and the files it is kept in.
+"""What a run records of every step. A record stands alone, with its config and library versions.
 
-A record says of each sample where it came from (problem, seed, policy versions), what it is (digests of prompt, tokens
-and log-probabilities) and what was learned from it; of the step, its weights, optimizer and data state afterwards.
-With its config and library versions it stands alone.
-
-Invariants: a file is there whole or not at all; a file that was cut or changed is refused, since its digest is of all
-that follows it.
+Invariants: a file is there whole or not at all; one that was cut or changed is refused by its digest.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +21,11 @@ from specactor.errors import DataError
 FORMAT = 1
 KEPT_STEPS = 2000  # newest steps whose records stay: a sampled step of 2,048 responses of 8k tokens takes 15 MB
 BLOCK = 32
-"""Tokens that one digest stands for: where whole tokens are not kept, a difference is located to so many."""
+"""Tokens per digest: where tokens are not kept whole, a difference is located to so many."""
 _MAGIC = b"SPAR"
 
 
 class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One response."""
-
     request_id: str  # unique in the step; the same in every run that asks for the response
     group: int  # number of its group in the step that asked for it
     sample: int  # number in its group
@@ -50,12 +43,11 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     advantage: float
     prompt_len: int
     whole: bytes = b""
-    """Where the sample is kept whole: of the response token ids (int32) and log-probabilities (float32), then those ids
-    of the prompt."""
+    """If kept whole: response token ids (int32), their log-probabilities (float32), prompt token ids (int32)."""
     seeded: int | None = None
-    """Tokens of an agent's first turn, whose noise is of `seed`: its later turns have others. None: all tokens are."""
+    """Tokens of an agent's first turn, whose noise is of `seed`; later turns have other seeds. None: all tokens."""
     branches: int = 0
-    """Digest of the further sequences of an agent's session; 0 where there are none."""
+    """Digest of an agent's further sequences; 0: none."""
 
     @classmethod
     def of(
@@ -83,25 +75,23 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def token_ids(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Of the response, int32 [T]; empty where it is not kept whole."""
+        """Int32 [T] of the response; empty where not kept whole."""
         return np.frombuffer(self.whole[: 4 * self.num_tokens], np.int32)
 
     @property
     def logprob_values(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Float32 [T]; empty where the sample is not kept whole."""
+        """Float32 [T]; empty where not kept whole."""
         return np.frombuffer(self.whole[4 * self.num_tokens : 8 * self.num_tokens], np.float32)
 
     @property
     def prompt_ids(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Of the prompt; empty where the sample is not kept whole."""
+        """Int32 [prompt_len]; empty where not kept whole."""
         return np.frombuffer(self.whole[8 * self.num_tokens :], np.int32)
 
 
 class RankWeights(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The parameters of one trainer rank."""
-
     place: tuple[int, int, int, int]
-    """Its rank in tensor, pipeline, expert and expert-tensor parallelism: it says which parameters are copies."""
+    """Rank in tensor, pipeline, expert and expert-tensor parallelism, which says which parameters are copies."""
     digests: dict[str, int]  # of each parameter, by Megatron's name
     optimizer: int = 0  # digest of the rank's moments and step counts
 
@@ -121,7 +111,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _blocks(values: np.ndarray[Any, Any]) -> bytes:
-    """A 4-byte digest per `BLOCK` values."""
+    """Return a 4-byte digest per `BLOCK` values."""
     parts = (values[start : start + BLOCK].tobytes() for start in range(0, len(values), BLOCK))
     return b"".join(xxhash.xxh32_digest(part) for part in parts)
 
@@ -131,7 +121,7 @@ def file_of(run: Path, step: int) -> Path:
 
 
 def write(run: Path, record: StepRecord) -> int:
-    """Write a step's record, in place of an older one; return its bytes. A crash leaves the old file or the new one."""
+    """Write a record in place of an older one, whole or not at all; return its bytes."""
     file = file_of(run, record.step)
     file.parent.mkdir(parents=True, exist_ok=True)
     body = zlib.compress(msgspec.msgpack.encode(record), 1)
@@ -145,7 +135,7 @@ def write(run: Path, record: StepRecord) -> int:
 
 
 def read(file: Path) -> StepRecord:
-    """Read a step's record. Raises DataError for a file that is missing, damaged or of another format."""
+    """Read a record. Raises DataError for a file that is missing, damaged or of another format."""
     try:
         raw = file.read_bytes()
     except OSError as error:
@@ -161,12 +151,11 @@ def read(file: Path) -> StepRecord:
 
 
 def steps_of(run: Path) -> list[int]:
-    """Steps that a run has a record of, in order."""
     return sorted(int(file.stem.removeprefix("step-")) for file in (run / "records").glob("step-*.bin"))
 
 
 def reach(config: Config) -> str:
-    """Say how far back a step of a run can be repeated, and what that costs."""
+    """Say how far back steps can be repeated, and what that costs."""
     every, keep, steps = config.checkpoint.every, config.checkpoint.keep, config.train.steps
     if config.tracking.record == "off":
         return "replay: of no step, with tracking.record off"
@@ -178,12 +167,6 @@ def reach(config: Config) -> str:
 
 
 def drop_before(run: Path, step: int) -> None:
-    """Remove records of earlier steps."""
     for old in steps_of(run):
         if old < step:
             file_of(run, old).unlink(missing_ok=True)
-
-
-def by_request(samples: Iterable[SampleRecord]) -> dict[str, SampleRecord]:
-    """Request id -> record, in the order of the step."""
-    return {s.request_id: s for s in samples}

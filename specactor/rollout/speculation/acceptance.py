@@ -1,26 +1,14 @@
-"""How many draft tokens of each running request will be accepted. PURE: counts in, probabilities out.
+"""Estimates how many draft tokens of each running request will be accepted. PURE.
 
-A verify of a request is three counts: the drafter was *asked* for a window, *drafted* that many tokens or fewer, and
-the first `accepted` of them were confirmed. Two conditional probabilities per position j = 1..max_window describe it:
+From the draft tokens that were asked for, drafted and accepted, for each position j:
 
-    c_j = P(drafted >= j  | asked >= j,   accepted >= j - 1)      coverage: is there a draft token at all
-    a_j = P(accepted >= j | drafted >= j, accepted >= j - 1)      acceptance
-    survival_j = P(accepted >= j | asked >= j) = prod_{k <= j} c_k a_k, the chain rule: no independence is assumed
+    c_j = P(drafted >= j | asked >= j, accepted >= j - 1)        coverage
+    a_j = P(accepted >= j | drafted >= j, accepted >= j - 1)     acceptance
+    survival_j = prod_{k <= j} c_k a_k = P(accepted >= j | asked >= j), by the chain rule
 
-Counts are right-censored: positions up to `accepted` were right, at accepted + 1 the draft token was rejected or
-missing, and of what lies behind, or beyond the window, nothing is known.
-
-Estimates are Beta means with exponentially forgotten counts:
-- position 1 has the prior mean `prior_rate`; the prior mean of a later a_j is `prior_decay` times the estimate of
-  a_{j-1}. Coverage is believed (prior mean 1) until drafts are missing;
-- drafts of equal confidence, where a drafter tells any (`tell`), have a_j of their own: a long match in a text is right
-  nine times of ten, a short one once in four. Their prior mean is the estimate over all drafts;
-- a request has Beta counts of its own, compared with what the drafter's a_j promised at the positions that it tried;
-  the odds of all its a_j are scaled by the odds ratio, which is 1 for a new request.
-
-Invariants: an outcome changes estimates after `observe` and never before; reading changes nothing; survival is in
-[0, 1] and does not increase with j; a verify without a rejection never lowers the drafter's acceptance, and one that
-rejects the first draft token never raises it; equal calls give equal bits.
+Invariants: an outcome changes estimates after `observe` and never before; reading changes nothing; survival does not
+increase with j; a verify without a rejection never lowers acceptance, one that rejects the first draft token never
+raises it; equal calls give equal bits.
 """
 
 from __future__ import annotations
@@ -37,21 +25,21 @@ from numpy.typing import NDArray
 from specactor.errors import PlanError
 
 CONFIDENCES = 4
-"""How sure a drafter may be of a draft: 0 .. CONFIDENCES - 1."""
+"""Levels of a drafter's confidence in a draft: 0 .. CONFIDENCES - 1."""
 SURE = 8.0
-"""Of what is remembered of drafts of one confidence, over what is of all, where little is."""
+"""Times as many trials as of all drafts that `AcceptanceModel.limit` keeps of drafts of one confidence."""
 Floats = NDArray[np.float64]
 Counts = NDArray[np.intp]
 
 
 def survival_of(p: float, window: int) -> tuple[float, ...]:
-    """p, p^2, .., p^window: every draft token is accepted with probability p."""
+    """Return p, p^2, .., p^window."""
     assert 0 <= p <= 1, p
     return tuple(accumulate(repeat(p, window), mul))
 
 
 def checked(survival: Sequence[float]) -> tuple[float, ...]:
-    """The same. Raises PlanError for what are no survivals."""
+    """Return the survivals. Raises PlanError unless they are falling probabilities."""
     if not survival or any(not 0 <= b <= a for a, b in pairwise((1.0, *survival))):
         raise PlanError(
             f"survival: got {tuple(survival)}, expected probabilities that do not rise, at least one. "
@@ -61,19 +49,17 @@ def checked(survival: Sequence[float]) -> tuple[float, ...]:
 
 
 class _Positions:
-    """Forgotten Beta counts of "went on at position j, having come so far", j = 0..size - 1, of several kinds."""
+    """Beta counts by kind and position; older ones fade."""
 
     def __init__(
         self, *, kinds: int = 1, size: int, first: float, decay: float | None, weight: float, memory: float
     ) -> None:
-        """`first`: prior mean at position 0, of `weight` trials. `decay`: of the next position's prior mean by the
-        estimate at this one; None: all have `first`. `memory`: trials of a position that count."""
+        """`decay`: a position's prior mean over the estimate before it; None: all have the prior mean `first`."""
         self._first, self._decay, self._weight, self._keep = first, decay, weight, 1.0 - 1.0 / memory
         self._hits = np.zeros((kinds, size))
         self._trials = np.zeros((kinds, size))
 
     def means(self) -> Floats:
-        """[size]: the estimates of the only kind, by position."""
         prior, means = self._first, []
         for hits, trials in zip(self._hits[0].tolist(), self._trials[0].tolist(), strict=True):
             means.append((hits + self._weight * prior) / (trials + self._weight))
@@ -82,15 +68,12 @@ class _Positions:
         return np.array(means)
 
     def means_from(self, priors: Floats) -> Floats:
-        """[kinds][size]: the estimates with these prior means, in place of those that follow from the first."""
         means: Floats = (self._hits + self._weight * priors) / (self._trials + self._weight)
         return means
 
     def add(self, hits_B: Counts, trials_B: Counts, kind_B: Counts | int = 0) -> None:
-        """Count verifies that went on at their first `hits_B` positions, and were looked at in the first `trials_B`.
-
-        Verifies of one round are worth the same, whatever their order.
-        """
+        """Count verifies that went on from `hits_B` of the `trials_B` positions they reached."""
+        # Nothing is known of positions behind a rejected or missing token. Verifies of a round are worth the same.
         trials = self._reaching(trials_B, kind_B)
         kept = self._keep**trials
         worth = np.where(trials > 0, (1.0 - kept) / ((1.0 - self._keep) * np.maximum(trials, 1)), 0.0)
@@ -98,7 +81,7 @@ class _Positions:
         self._trials = self._trials * kept + trials * worth
 
     def _reaching(self, lengths_B: Counts, kind_B: Counts | int) -> Counts:
-        """[kinds][size]: how many of these lengths are more than 0, 1, .. size - 1."""
+        """Return [kinds][size]: how many lengths exceed 0, 1, .. size - 1."""
         kinds, size = self._hits.shape
         ending = np.bincount(lengths_B + (size + 1) * kind_B, minlength=kinds * (size + 1)).reshape(kinds, size + 1)
         reaching: Counts = ending[:, :0:-1].cumsum(axis=1)[:, ::-1]
@@ -109,26 +92,27 @@ class _Positions:
 
     @property
     def most_trials(self) -> Floats:
-        """[kinds]"""
         most: Floats = self._trials.max(axis=1)
         return most
 
     def scale(self, weight: float | Floats) -> None:
-        """Args: weight, of each kind, or of all."""
         self._hits = (self._hits.T * weight).T
         self._trials = (self._trials.T * weight).T
 
 
 @dataclass(kw_only=True, eq=False)
 class AcceptanceModel:
-    """What one drafter achieves, overall and for each running request."""
+    """Estimates one drafter's acceptance, overall and by request.
+
+    A request's odds are the drafter's, times an odds ratio of its own.
+    """
 
     max_window: int
-    """Positions kept apart. Draft tokens beyond are not looked at."""
+    """Positions that are told apart; later draft tokens are ignored."""
     prior_rate: float = 0.7
-    """Believed a_1 of a drafter nobody has seen; hopeful, so that it is tried. In (0, 1)."""
+    """Prior mean of a_1, in (0, 1); hopeful, so that a new drafter is tried."""
     prior_decay: float = 0.97
-    """Believed a_j / a_{j-1}. In (0, 1]."""
+    """Prior mean of a_j over the estimate of a_{j-1}, in (0, 1]."""
     prior_weight: float = 8.0
     """Trials per position that the prior is worth."""
     memory: float = 2000.0
@@ -136,20 +120,21 @@ class AcceptanceModel:
     request_weight: float = 16.0
     """Trials that the drafter's rate is worth against a request's own."""
     request_memory: float = 64.0
-    """Verifies of a request that count: text changes on the way."""
+    """Verifies of a request that count: its text changes on the way."""
 
     _told: dict[str, int] = field(init=False, repr=False, default_factory=dict)
-    """Confidence of the drafts that are there now, by request."""
+    """Confidence in the present draft, by request."""
     _row: dict[str, int] = field(init=False, repr=False, default_factory=dict)
-    """Of `_seen`, by request."""
+    """Row of `_seen`, by request."""
 
     def __post_init__(self) -> None:
         assert self.max_window >= 1, "use mode off to disable speculation"
         size, weight, memory = self.max_window, self.prior_weight, self.memory
         same: dict[str, Any] = {"size": size, "weight": weight, "memory": memory}
         self._acceptance = _Positions(first=self.prior_rate, decay=self.prior_decay, **same)
+        # Drafts of one confidence: a long match in a text is right nine times of ten, a short one once in four.
         self._sure = _Positions(kinds=CONFIDENCES, first=self.prior_rate, decay=None, **same)
-        self._coverage = _Positions(first=1.0, decay=None, **same)
+        self._coverage = _Positions(first=1.0, decay=None, **same)  # believed until drafts are missing
         # (accepted, trials, promised by the drafter's estimates), forgotten, of each request. Row 0: not seen yet.
         self._seen = np.zeros((1, 3))
         self._free: list[int] = []
@@ -157,32 +142,21 @@ class AcceptanceModel:
 
     @property
     def rate(self) -> float:
-        """P(a draft token is accepted | those before it were), over all positions. It is more than
-        accept_rate = accepted / drafted, which also counts the draft tokens behind a rejected one."""
+        """P(a draft token is accepted | those before it were), which is more than accepted / drafted."""
         return self._estimates()[2]
 
     def tell(self, request_ids: Sequence[str], confidences: Sequence[int]) -> None:
-        """How sure the drafter is of the drafts that are there now; empty: it does not know."""
+        """Note the confidence in the present drafts; empty: the drafter does not say."""
         if confidences and not 0 <= min(confidences) <= max(confidences) < CONFIDENCES:
             confidences = [min(max(0, confidence), CONFIDENCES - 1) for confidence in confidences]
         self._told = dict(zip(request_ids, confidences, strict=True)) if confidences else {}
 
-    def told(self, request_id: str) -> int | None:
-        """How sure the drafter is of the request's draft; None: it does not say."""
-        return self._told.get(request_id)
+    def told(self, request_id: str) -> int:
+        """Return the confidence in the request's draft, CONFIDENCES if there is none."""
+        return self._told.get(request_id, CONFIDENCES)
 
-    def observe(
-        self,
-        request_id: str,
-        drafted: int,
-        accepted: int,
-        *,
-        asked: int | None = None,
-        confidence: int | None = None,
-    ) -> None:
-        """Call `observe_all` for one verify. `asked` None: not known. `confidence`: that was `told` of this draft."""
-        sure = [CONFIDENCES if confidence is None else confidence]
-        self.observe_all([request_id], [drafted], [accepted], asked=None if asked is None else [asked], sure=sure)
+    def observe(self, request_id: str, drafted: int, accepted: int, *, asked: int | None = None) -> None:
+        self.observe_all([request_id], [drafted], [accepted], asked=None if asked is None else [asked])
 
     def observe_all(
         self,
@@ -193,13 +167,11 @@ class AcceptanceModel:
         asked: Sequence[int] | None = None,
         sure: Sequence[int] | None = None,
     ) -> None:
-        """Verifies of one round, of different requests, have ended. All counts are draft tokens.
-
-        Nothing is learned from a request without draft tokens, except coverage.
+        """Learn from verifies of one round, of different requests.
 
         Args:
-            asked: None if not known, and coverage learns nothing.
-            sure: confidences of the drafts, CONFIDENCES where there is none; None: those that were told.
+            asked: None where not known; coverage then learns nothing.
+            sure: confidences, CONFIDENCES where there is none; None: those of `tell`.
         """
         if sure is None:
             sure = self._confidences(request_ids)
@@ -221,8 +193,7 @@ class AcceptanceModel:
         self._known = None
 
     def _count(self, request_ids: Sequence[str], hits_N: Counts, trials_N: Counts, sure_N: Counts) -> None:
-        """Verifies of requests that had drafts, all judged by the estimates before the round."""
-        a_CW = self._estimates()[0]
+        a_CW = self._estimates()[0]  # those before the round
         promised_CW = np.pad(a_CW.cumsum(axis=1), ((0, 0), (1, 0)))
         rows_N = [self._row_of(request_id) for request_id in request_ids]
         self._seen[rows_N] *= 1.0 - 1.0 / self.request_memory
@@ -231,18 +202,8 @@ class AcceptanceModel:
         self._sure.add(hits_N[is_told_N], trials_N[is_told_N], sure_N[is_told_N])
         self._acceptance.add(hits_N, trials_N)
 
-    def survival(self, request_id: str, max_window: int, *, drafted: int | None = None) -> list[float]:
-        """P(the first j draft tokens are proposed and accepted) for j = 1..max_window; not increasing.
-
-        A request that was never observed has the drafter's mean. `drafted`: the number of draft tokens where they are
-        there already: the list then has min(drafted, max_window) entries and holds acceptance alone.
-        """
-        assert 0 <= max_window <= self.max_window, max_window
-        survival: list[float] = self.survivals([request_id], covered=drafted is not None)[0].tolist()
-        return survival[: max_window if drafted is None else min(drafted, max_window)]
-
     def survivals(self, request_ids: Sequence[str], *, covered: bool) -> Floats:
-        """`survival` of many requests; [requests][max_window]. `covered`: of draft tokens that are there already."""
+        """Return survival_j [requests][max_window]; `covered`: of drafts that are there (acceptance alone)."""
         a_CW, coverage_W, rate = self._estimates()
         a_BW = a_CW[self._confidences(request_ids)] if self._told else a_CW[-1:]
         row = self._row
@@ -260,35 +221,33 @@ class AcceptanceModel:
         return survived_BW
 
     def forget(self, request_id: str) -> None:
-        """The request has ended. What it taught about the drafter stays."""
         self._told.pop(request_id, None)
         if (row := self._row.pop(request_id, None)) is not None:
             self._seen[row] = 0.0
             self._free.append(row)
 
     def new_version(self, weight: float) -> None:
-        """The drafter or the policy has changed: what was seen is worth `weight` (0..1) of what it was."""
+        """Weigh what was seen: the drafter or the policy has changed."""
         assert 0 <= weight <= 1, weight  # from nothing known to all as before
         self._sure.scale(weight)
         self._fade(weight)
 
     def limit(self, trials: float) -> None:
-        """All that was seen is worth at most so many trials per position, so that news count; and `SURE` times as many
-        for drafts of one confidence, which are much alike whatever the request."""
+        """Let what was seen count for at most `trials` per position."""
+        # Drafts of one confidence are much alike, whatever the request, so more of them are kept.
         most = np.maximum(self._sure.most_trials, 1e-9)  # where nothing was seen, nothing changes
         self._sure.scale(np.minimum(1.0, SURE * trials / most))
         seen = float(max(self._acceptance.most_trials[0], self._coverage.most_trials[0]))
         self._fade(min(1.0, trials / seen) if seen else 1.0)
 
     def _fade(self, weight: float) -> None:
-        """What was seen, of drafts whose confidence is not told apart."""
         self._acceptance.scale(weight)
         self._coverage.scale(weight)
         self._seen *= weight
         self._known = None
 
     def _estimates(self) -> tuple[Floats, Floats, float]:
-        """(a by confidence, the last of drafts without one [CONFIDENCES + 1][W]; c [W]; rate)."""
+        """Return (a [CONFIDENCES + 1][W], the last row without confidence; c [W]; rate)."""
         if self._known is None:
             acceptance_W = self._acceptance.means()
             a_CW = np.vstack([self._sure.means_from(acceptance_W), acceptance_W])

@@ -1,12 +1,7 @@
-"""Seconds of a round: measured tables, interpolated, fitted and corrected online. PURE, but for a table's file.
+"""Seconds of a round: tables that are fitted and corrected online. PURE, but for a table's file.
 
-A round of B requests costs `draft_s + verify_s`, without speculation `plain_s`. The three are tables, not lines:
-kernels jump between 1 and 2 tokens, and a MoE touches more experts as tokens grow.
-
-Invariants: a `Grid` gives back what was measured at its own points; between them it is bilinear; beyond the last
-point it goes on with the last slope and never decreases; below the first it is constant; it is never negative. A table
-is a value: it is checked when made, and `from_json(to_json(table)) == table`. Nothing here reads a clock: seconds are
-passed in.
+Invariants: a `Grid` gives back what was measured at its own points; it is bilinear between them, goes on with the last
+slope beyond the last but never falls, and is constant below the first; `from_json(to_json(table)) == table`.
 """
 
 from __future__ import annotations
@@ -30,41 +25,42 @@ from specactor.errors import DataError, PlanError
 from specactor.rollout.speculation.windows import OFF
 
 VERSION = 1
-"""Of the file. A table of another version is refused: it may mean something else."""
+"""Version of the file; a table of another one is refused: it may mean something else."""
 Number = TypeVar("Number", float, NDArray[np.float64])
 Point = tuple[int, int, float]
-"""(requests, total, seconds): a measured round. `total` is rows of a forward (a verify), or requests * window (a
-draft)."""
+"""A measured round: (requests, total, seconds). `total` is rows of a verify, or requests * window of a draft."""
 MAX_NODES = 12
-"""Points of an axis that `fit` makes at most; ragged rounds have a different number of tokens per request each."""
+"""Most points of a fitted axis: ragged rounds have a different number of tokens per request each."""
 BOUNDS = (0.25, 4.0)
-"""Of a correction: what is further off is a stall, or a table of another machine."""
+"""Bounds of a correction: what is further off is a stall, or a table of another machine."""
 RATIOS = 31
-"""Rounds of a kind that a correction is the median of."""
+"""Rounds of a kind whose median is its correction."""
 MIN_RATIOS = 5
-"""Rounds of a kind before the table is corrected for it: a median of fewer follows single stalls."""
+"""Fewest rounds of a kind for a correction: a median of fewer follows single stalls."""
 MAX_POINTS = 1024
-"""Rounds that are remembered, of each kind."""
+"""Rounds of each kind that are remembered."""
 FIRST_FIT = 12
-"""Rounds after which the first table is fitted."""
+"""Rounds before the first fit."""
 GROWTH = 2
-"""The next fit comes when this many times as many rounds were seen."""
+"""The next fit comes after this many times as many rounds."""
 MAX_INTERVAL = 2048
-"""Rounds between two fits, at most."""
+"""Most rounds between two fits."""
 CURVES = 256
-"""Numbers of requests whose costs are kept at hand."""
+"""Size of the cache of `verify_curve`."""
 UNFITTED = 8
-"""Rounds that tell what drafting costs while they are too much alike for the table."""
+"""Newest rounds that say what drafting costs while the table lacks the drafter."""
 TRIED = (0, 2, 4, 1)
-"""Windows to try, in turns, while there is no table; those beyond the largest are cut to it."""
+"""Windows to try, in turns, while there is no table."""
 METHOD = "decoupled"
-"""The draft method of drafter processes."""
+"""Name of the draft method of drafter processes."""
 REMEASURE = "Measure the table again."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
     """Seconds over (requests, tokens or window per request)."""
+
+    # No line would do: kernels jump between 1 and 2 tokens, and a MoE touches more experts as tokens grow.
 
     requests: tuple[float, ...]
     per_request: tuple[float, ...]
@@ -84,11 +80,9 @@ class Grid:
             raise PlanError(f"grid.seconds: got {wrong[0]}, expected positive seconds. {REMEASURE}")
 
     def at(self, requests: float, per_request: float) -> float:
-        """Seconds there: bilinear inside, see the module's invariants outside."""
         return float(self.along(requests, np.array([per_request]))[0])
 
     def along(self, requests: float, per_request_N: NDArray[np.float64]) -> NDArray[np.float64]:
-        """`at` of many tokens or windows per request."""
         axis = np.array(self.per_request)
         last = len(axis) - 1
         left_N = np.searchsorted(axis, per_request_N, side="right").clip(1, max(last, 1)) - 1
@@ -107,12 +101,11 @@ class Grid:
 
     @classmethod
     def fit(cls, points: Iterable[Point]) -> Grid:
-        """A grid of a few measured rounds.
+        """Return a grid over 1 and the measured values, thinned to MAX_NODES.
 
-        Its axes are 1 and the measured values (thinned to MAX_NODES). A cell holds the median of the points next to
-        it, each carried there by the ratio of the model's values; a cell without points holds the model itself:
+        A cell is the median of the nearest points, each carried there by a model, or else the model's value:
             seconds = c0 + c1 requests + c2 total,   c >= 0, least squares of relative errors.
-        Raises PlanError for fewer than two distinct (requests, total), or points that cannot be.
+        Raises PlanError for fewer than two distinct (requests, total), or impossible points.
         """
         points = list(points)
         wrong = [p for p in points if p[0] < 1 or p[1] < 1 or not (isfinite(p[2]) and p[2] > 0)]
@@ -146,35 +139,31 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessCosts:
-    """What drafting in a process of its own costs. Grids over (requests, 1)."""
+    """Seconds of drafting in a process of its own; grids over (requests, 1)."""
 
     token_s: Grid
-    """In the process, from token to token of each request: its loop and messages included (`process.Work`)."""
+    """From one token of each request to the next, its loop and messages included (`process.Work`)."""
     ahead_s: Grid
-    """On the engine, of a round beside the verify: hearing the process, without waits for drafts, and what the process
-    takes from the engine."""
+    """On the engine, of a round beside the verify, without waits for drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable:
-    """What rounds of one model cost on one device. Pure: wrap `verify_s` in functools.cache where it is asked often."""
-
     version: int = VERSION
     model: str
     device: str
     date: str
     verify: Grid
-    """One target forward in which each request has `per_request` tokens."""
+    """A target forward over `per_request` tokens of each request."""
     plain: Grid
-    """The engine's ordinary decode step, one token per request, with none of speculation's overhead."""
+    """A decode step without speculation."""
     drafters: Mapping[str, Grid]
-    """By name: drafting `per_request` tokens for each request."""
+    """Drafting `per_request` tokens for each request, by drafter."""
     process: ProcessCosts | None = None
-    """Of a drafter process (METHOD), where one was measured."""
+    """Costs of a drafter process (METHOD), if one was measured."""
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """All that can draft, in the engine or for it."""
         return (*self.drafters, *([METHOD] if self.process else []))
 
     def only(self, methods: Collection[str]) -> CostTable:
@@ -186,8 +175,7 @@ class CostTable:
             raise PlanError(f"cost table: got version {self.version}, expected {VERSION}. {REMEASURE}")
 
     def verify_s(self, requests: int, tokens: float) -> float:
-        """Seconds of one forward with `tokens` rows in all, 1 + window of each request. Windows may differ: a ragged
-        round costs what an even one with as many rows does (and tokens / requests is a fraction)."""
+        """Return the seconds of a forward over `tokens` rows in all, roots included; windows may differ."""
         assert 1 <= requests <= tokens, (requests, tokens)
         return self.verify.at(requests, tokens / requests)
 
@@ -196,12 +184,10 @@ class CostTable:
         return self.verify.along(requests, np.arange(requests, max_tokens + 1) / requests)
 
     def plain_s(self, requests: int) -> float:
-        """Return the seconds of a decode step without speculation."""
         assert requests >= 1, requests
         return self.plain.at(requests, 1.0)
 
     def draft_s(self, drafter: str, requests: int, window: int) -> float:
-        """Seconds of drafting, where `window` is the largest of the round. A window of 0 costs nothing."""
         grid = self.drafters.get(drafter)
         if grid is None:
             raise PlanError(
@@ -213,7 +199,7 @@ class CostTable:
 
     @classmethod
     def read(cls, file: str | Path) -> CostTable:
-        """Read what `write` wrote. Raises DataError where there is no file, and PlanError for what is no table."""
+        """Read a file of `write`. Raises DataError if it is missing, PlanError for what is no table."""
         try:
             return cls.from_json(Path(file).read_bytes())
         except OSError as error:
@@ -223,7 +209,7 @@ class CostTable:
             ) from None
 
     def write(self, file: Path) -> None:
-        """Write the table; it appears under its name only when it is whole."""
+        """Write the file, whole or not at all."""
         file.parent.mkdir(parents=True, exist_ok=True)
         fresh = file.with_name(f"{file.name}.tmp")
         fresh.write_text(self.to_json() + "\n")
@@ -234,7 +220,7 @@ class CostTable:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> CostTable:
-        """Raises PlanError for another version, and for what is no table."""
+        """Raises PlanError for what is no table of this version."""
         try:
             version = msgspec.json.decode(text, type=dict[str, object]).get("version")
             if version != VERSION:
@@ -250,21 +236,18 @@ class CostTable:
         *,
         plain: Iterable[Point] = (),
         drafters: Mapping[str, Iterable[Point]] | None = None,
-        model: str = "",
-        device: str = "",
-        date: str = "",
     ) -> CostTable:
-        """A table of rounds measured in a running engine; how, and errors: see `Grid.fit`.
+        """Return the table of measured verifies. Raises as `Grid.fit` does.
 
-        `points` are verifies. `plain` are decode steps (total = requests); without them a plain step is taken to cost
-        what a verify of one token per request does, and with those of one number of requests alone, a share of it.
+        `plain` are decode steps (total = requests). Without any they cost what a verify of one row per request does,
+        and with those of one number of requests alone, a share of it.
         """
         verify = Grid.fit(points)
         plain = list(plain)
         return cls(
-            model=model,
-            device=device,
-            date=date,
+            model="",
+            device="",
+            date="",
             verify=verify,
             plain=Grid.fit(plain) if len({n for n, _, _ in plain}) > 1 else _share_of(verify, plain),
             drafters={name: Grid.fit(found) for name, found in (drafters or {}).items()},
@@ -272,26 +255,25 @@ class CostTable:
 
 
 class Correction:
-    """How rounds of each kind ("off", or a drafter's name) compare with the table's prediction of them.
+    """Measured over predicted seconds, by kind of round: "off", a drafter or an option.
 
-    It scales whole rounds, so it cannot change which windows are best for a drafter, but which drafter is. The factor
-    is the median of the last `RATIOS` ratios: a stall (a prefill between, a garbage collection) moves a mean but not a
-    median. It stays within `BOUNDS`, and is 1 until `MIN_RATIOS` rounds of that kind were seen.
+    A factor is the median of `RATIOS` rounds, within `BOUNDS`; it is 1 before `MIN_RATIOS`.
     """
+
+    # A stall (a prefill between, a garbage collection) moves a mean but not a median.
 
     def __init__(self) -> None:
         self._ratios: dict[str, deque[float]] = {}
         self._factors: dict[str, float] = {}
-        """Those that were asked for since the last round of their kind."""
+        """Cache of `factor`, by kind."""
 
     def observe(self, kind: str, *, predicted_s: float, measured_s: float) -> None:
-        """A round has ended. `predicted_s` is the table's, without this correction."""
+        """Note a round. `predicted_s` is the table's, without this correction."""
         assert min(predicted_s, measured_s) > 0, (kind, predicted_s, measured_s)
         self._ratios.setdefault(kind, deque(maxlen=RATIOS)).append(measured_s / predicted_s)
         self._factors.pop(kind, None)
 
     def factor(self, kind: str) -> float:
-        """Measured over predicted; what a prediction of that kind is to be multiplied by."""
         known = self._factors.get(kind)
         if known is None:
             ratios = self._ratios.get(kind, ())
@@ -301,21 +283,18 @@ class Correction:
 
 
 class OnlineCosts:
-    """Of one engine, as they are measured while it runs.
+    """Costs of one engine, measured while it runs.
 
-    Until enough different rounds were seen there is no table, and whoever asks must try some (`wanted`). Then it is
-    fitted again as rounds come, at intervals that grow, so that fitting costs less and less of the time. A table that
-    was given is never replaced, only corrected. Plain decoding is what rounds on the engine's plain path take, and
-    these alone; a round that could have had drafts and has none costs what a verify of one row per request does.
+    Until there is a table, whoever asks must try the `wanted` windows. A table that was given is only corrected.
     """
 
     def __init__(self, table: CostTable | None = None) -> None:
         self._given = table
         self.correction = Correction()
         self.plain: deque[Point] = deque(maxlen=MAX_POINTS)
-        """Of the rounds that are remembered, those on the engine's plain path."""
+        """Rounds on the engine's plain path."""
         self.verifies: deque[Point] = deque(maxlen=MAX_POINTS)
-        """The others."""
+        """Other rounds, also those in which nobody had a draft."""
         self.drafts: dict[str, deque[Point]] = {}
         self._rounds = 0
         self._sizes: set[int] = set()
@@ -331,27 +310,21 @@ class OnlineCosts:
         return min(TRIED[self._rounds % len(TRIED)], max_window)
 
     def plain_is_next(self) -> bool:
-        """Whether a plain round is `wanted` after the round that goes on."""
         return TRIED[(self._rounds + 1) % len(TRIED)] == 0
 
-    def verify_s(self, requests: int, rows: int) -> float:
-        """Seconds of one forward pass over `rows` rows."""
-        return self._verify(requests, rows)
-
     def verify_curve(self, requests: int, max_rows: int) -> NDArray[np.float64]:
-        """`verify_s` for rows = requests, .., max_rows; not to be written to."""
+        """Return the seconds of a forward for rows = requests, .., max_rows; do not write to it."""
         return self._curve(requests, max_rows)
 
     def plain_s(self, requests: int) -> float:
-        """Return the seconds of a plain step, corrected by those measured."""
         return self._plain_s(requests) * self.correction.factor(OFF)
 
     def draft_s(self, drafter: str, requests: int) -> Callable[[int], float]:
-        """Seconds of drafting by depth; nothing for a drafter that was not measured yet, and in proportion to the draft
-        tokens for one that is not in the table yet."""
+        """Return the seconds by depth; 0 for a drafter that was never measured."""
         if drafter in self._known().drafters:
             return lambda depth: self._draft_s(drafter, requests, depth)
         latest = list(islice(reversed(self.drafts.get(drafter, ())), UNFITTED))
+        # In proportion to the tokens, until the table has this drafter.
         token_s = median(seconds / total for _, total, seconds in latest) if latest else 0.0
         return lambda depth: token_s * requests * depth
 
@@ -367,9 +340,14 @@ class OnlineCosts:
         predicted_s: float,
         drafted: tuple[str, int] | None = None,
     ) -> None:
-        """A round that could have drafts has ended. Args: kind: its drafter or its option; rows: of all requests;
-        depth: the largest window; predicted_s: uncorrected, or 0; drafted: (by whom, for how many requests), if not
-        by `kind` for all."""
+        """Note a round that could have drafts.
+
+        Args:
+            kind: its drafter or option.
+            depth: the largest window.
+            predicted_s: uncorrected, or 0.
+            drafted: (by whom, for how many requests), unless by `kind` for all.
+        """
         self.verifies.append((requests, rows, verify_s))
         if depth and draft_s > 0:
             name, served = drafted or (kind, requests)
@@ -379,8 +357,7 @@ class OnlineCosts:
         self._seen(requests)
 
     def observe_plain(self, requests: int, *, round_s: float, predicted_s: float, after_another: bool = False) -> None:
-        """A plain round has ended. `predicted_s`: uncorrected, or 0; `after_another`: after a round that could have
-        drafts, some of whose work it did; then it counts if there is no other."""
+        """Note a plain round; one right after another kind may have done some of that one's work."""
         if not after_another or not self.plain:
             self.plain.append((requests, requests, round_s))
             if predicted_s > 0:
@@ -414,7 +391,6 @@ class OnlineCosts:
 
     def _use(self, table: CostTable | None) -> None:
         self._table = table
-        self._verify = cache(lambda requests, rows: self._known().verify_s(requests, rows))
         self._plain_s = cache(lambda requests: self._known().plain_s(requests))
         self._draft_s = cache(lambda drafter, requests, depth: self._known().draft_s(drafter, requests, depth))
         self._curve = lru_cache(CURVES)(lambda requests, rows: self._known().verify_curve(requests, rows))
@@ -425,8 +401,7 @@ class OnlineCosts:
 
 
 def _bracket(axis: Sequence[float], x: float) -> tuple[int, int, float]:
-    """(left, right, t): x lies at t between these nodes; t > 1 beyond the last, 0 below the first and if there is
-    only one."""
+    """Return (left, right, t): x lies at t between these nodes; t > 1 beyond the last, 0 below the first."""
     last = len(axis) - 1
     if x <= axis[0] or last == 0:
         return 0, min(1, last), 0.0
@@ -435,22 +410,21 @@ def _bracket(axis: Sequence[float], x: float) -> tuple[int, int, float]:
 
 
 def _lines(a_N: NDArray[np.float64], b_N: NDArray[np.float64], t_N: NDArray[np.float64]) -> NDArray[np.float64]:
-    """a at t = 0, b at t = 1, exactly; beyond 1 the same slope, but not falling."""
+    """Return a at t = 0 and b at t = 1, exactly; beyond, the same slope, but not falling."""
     return np.where(t_N <= 1.0, a_N * (1.0 - t_N) + b_N * t_N, b_N + np.maximum(b_N - a_N, 0.0) * (t_N - 1.0))
 
 
 def _share_of(verify: Grid, plain: Sequence[Point]) -> Grid:
-    """Plain steps of one number of requests, or none, as a share of what a verify of one token per request takes."""
     share = median(s for _, _, s in plain) / verify.at(plain[0][0], 1.0) if plain else 1.0
     requests = tuple(sorted({*verify.requests, *(float(n) for n, _, _ in plain)}))
     return Grid(requests=requests, per_request=(1.0,), seconds=tuple((share * verify.at(n, 1.0),) for n in requests))
 
 
 def _axis(values: Iterable[float]) -> tuple[float, ...]:
-    """1 and the distinct values; if there are more than MAX_NODES, those next to a geometric series, at most as many:
-    where costs are small, one request or token more changes them most."""
+    """Return 1 and the distinct values; of too many, those next to a geometric series."""
     nodes = sorted({1.0, *map(float, values)})
     if len(nodes) > MAX_NODES:
+        # Where costs are small, one request or token more changes them most.
         series = np.geomspace(1.0, nodes[-1], MAX_NODES)
         nodes = sorted({min(nodes, key=lambda node: abs(node - value)) for value in series})
     return tuple(nodes)
@@ -466,12 +440,10 @@ def _value(model: tuple[float, float, float], requests: Number, per_request: Num
 
 
 def _fit_line(points: Sequence[Point]) -> tuple[float, float, float]:
-    """(c0, c1, c2) >= 0 with the least sum of ((c0 + c1 requests + c2 total) / seconds - 1)^2.
-
-    Exact: the optimum is the plain least-squares solution on the terms that it uses, and there are seven sets of them.
-    """
+    """Return (c0, c1, c2) >= 0 with the least sum of ((c0 + c1 requests + c2 total) / seconds - 1)^2."""
     seconds_P = np.array([p[2] for p in points])
     terms_P3 = np.array([(1.0, p[0], p[1]) for p in points]) / seconds_P[:, None]
+    # The optimum is the plain least-squares solution on the terms that it uses: one of seven sets.
     best, best_error = (0.0, 0.0, 0.0), float("inf")
     for used in (list(c) for size in (1, 2, 3) for c in combinations(range(3), size)):
         solved = np.linalg.lstsq(terms_P3[:, used], np.ones(len(points)), rcond=None)[0]
@@ -485,5 +457,4 @@ def _fit_line(points: Sequence[Point]) -> tuple[float, float, float]:
 
 
 def _varied(points: Sequence[Point] | deque[Point]) -> Sequence[Point] | deque[Point]:
-    """The points, if there are two different ones, which a fit needs; else none."""
     return points if len({point[:2] for point in points}) > 1 else ()

@@ -1,11 +1,6 @@
-"""What speculation did, in counts and seconds. PURE.
+"""Counts and seconds of what speculation did. PURE.
 
-Invariants: emitted = accepted + verifies; accepted <= drafted, at every position; adding is exact, so counts of
-engines, ranks, steps and drafters can be summed in any order.
-
-Where several drafters' tokens are verified in one round, the round is that of the drafter that leads it. A request's
-verify and bonus token are those of the first that drafted for it, or of who leads, if nobody did. Every draft token is
-its drafter's.
+Invariants: emitted = accepted + verifies; accepted <= drafted, at every position; adding is exact, in any order.
 """
 
 from __future__ import annotations
@@ -18,40 +13,39 @@ import msgspec
 from specactor.config import MAX_WINDOW
 
 PRIOR_DRAFTS = 64
-"""Drafts that a belief about their acceptance is worth, when a step's own are counted."""
+"""Drafts that an earlier belief about their acceptance is worth beside a step's own."""
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """What happened since the last report. Sums of several engines' counts are again counts."""
+    """What happened since the last report."""
 
     rounds: int = 0
-    """Verification rounds."""
     speculative_rounds: int = 0
-    """Those of them that had any draft token."""
+    """Rounds with any draft token."""
     verifies: int = 0
-    """Requests that took part in a speculative round, summed over rounds."""
+    """Requests, summed over speculative rounds."""
     emitted: int = 0
-    """Tokens that those emitted, in those rounds."""
+    """Tokens of speculative rounds."""
     drafted: int = 0
     accepted: int = 0
     drafted_at: list[int] = msgspec.field(default_factory=lambda: [0] * MAX_WINDOW)
-    """Per position in the draft, how often a token was drafted there."""
+    """Tokens drafted, by position in the draft."""
     accepted_at: list[int] = msgspec.field(default_factory=lambda: [0] * MAX_WINDOW)
     draft_s: float = 0.0
-    """With the choice of what to verify; also of drafts that were then not verified."""
+    """With the choice of what to verify, and with drafts that were not verified."""
     verify_s: float = 0.0
-    """The rest of the rounds: forward pass, sampling, the engine's own scheduling."""
+    """The rest of the rounds."""
     predicted_s: float = 0.0
     measured_s: float = 0.0
-    """Of the rounds for which a time was predicted: that prediction, and what they took."""
+    """Both are of the rounds for which a time was predicted."""
     failures: int = 0
-    """Times that a drafter raised, or returned other than one draft per request."""
+    """Calls in which a drafter raised, or returned the wrong number of drafts."""
     cut_drafts: int = 0
-    """Drafts of more tokens than were asked for, or with what is no token: as much of them as can be is verified."""
+    """Drafts that were too long, or had what is no token; they are verified up to there."""
     problems: list[str] = msgspec.field(default_factory=list)
-    """What was wrong with a drafter, with its class; each is told once."""
+    """What was wrong with a drafter; each once."""
     rested: int = 0
-    """Of the rounds, those that were known to be plain before they began, and took the engine's plain path."""
+    """Rounds on the engine's plain path."""
     switches: int = 0
     """Requests that came to this drafter from another, which had a draft, too."""
 
@@ -60,7 +54,7 @@ class Counts(msgspec.Struct, kw_only=True):
         return self.drafted - self.accepted
 
     def acceptance(self, believed: float) -> float:
-        """P(the first token of a draft is accepted), by these and `PRIOR_DRAFTS` of what was believed before."""
+        """Return P(a draft's first token is accepted), with prior mean `believed`."""
         accepted = self.accepted_at[0] + PRIOR_DRAFTS * believed
         return accepted / (self.drafted_at[0] + PRIOR_DRAFTS)
 
@@ -73,8 +67,7 @@ class Counts(msgspec.Struct, kw_only=True):
         draft_s: float,
         predicted_s: float = 0.0,
     ) -> None:
-        """One round; counts per request that this drafter drafts for first. `predicted_s` is 0 where nothing was
-        predicted."""
+        """Count a round that this drafter leads; `predicted_s` 0: not predicted."""
         self.rounds += 1
         self.draft_s += draft_s
         self.verify_s += verify_s
@@ -92,8 +85,10 @@ class Counts(msgspec.Struct, kw_only=True):
         _add_at(self.accepted_at, accepted)
 
     def beside(self, first: int, drafted: int, accepted: int, *, is_first: bool = False) -> None:
-        """Draft tokens, of one request, from position `first` on, in a round that another drafter leads. `is_first`:
-        nobody drafted for this request before."""
+        """Count a request's draft tokens from position `first` on, in a round that another drafter leads.
+
+        `is_first`: nobody drafted for it before.
+        """
         self.verifies += is_first
         self.emitted += accepted + is_first
         self.drafted += drafted
@@ -116,11 +111,10 @@ class Counts(msgspec.Struct, kw_only=True):
 
 
 Figures = dict[str, dict[str, float]]
-"""What drafters count themselves: per drafter, by the names of `metrics.SPECULATION`."""
+"""Own counts of drafters, by drafter and by the names of `metrics.SPECULATION`."""
 
 
 def _add_at(positions: list[int], lengths: Sequence[int]) -> None:
-    """Adds the tokens of all requests, `lengths` of each, at their positions."""
     for length, requests in Counter(lengths).items():
         for position in range(length):
             positions[position] += requests

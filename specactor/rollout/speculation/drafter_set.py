@@ -1,13 +1,8 @@
-"""The drafters of an engine: what each is told of its requests, and what it drafts for them.
+"""The drafters of an engine: what each is told of its requests, and what it drafts.
 
-A drafter gets a copy of its own of each request, which holds the tokens that it was told of, and drafts from that.
-While decoding is plain drafters are told nothing.
-
-Invariants: when a drafter is asked for a request, it knows all of its text up to where it is to draft from. A drafter
-hears of a request in order (open, commit, close) and of each token once; one over text of all requests, others of those
-that they were asked for. A drafter that raises loses its drafts, and is not asked again after `FAILURES` times; a draft
-is at most as long as it may be, and ends before what is no token. Whatever is wrong with a drafter is counted, and told
-with a reason.
+Invariants: a drafter that is asked for a request knows its text up to where it is to draft from; it hears of a request
+in order (open, commit, close), and of each token once. One that raises loses its drafts; after `FAILURES` times it is
+not asked again. What is wrong with a drafter is counted and logged.
 """
 
 from __future__ import annotations
@@ -28,23 +23,23 @@ from specactor.rollout.speculation.windows import OFF
 FAILURES = 3
 """A drafter that raised this often is not asked again."""
 LOOK_TRIALS = 8.0
-"""What earlier evidence about acceptance is worth when a look brings new."""
+"""Trials that earlier evidence about acceptance is worth when a look brings new."""
 LISTEN_EVERY_S = 0.02
-"""Between two looks, while decoding is plain, for answers of drafters elsewhere that were silent. They are asked less
-often (`decoupled.engine_side.BEAT_EVERY_S`)."""
+"""Between two looks, in plain decoding, for answers of drafters elsewhere; they are asked less often
+(`decoupled.engine_side.BEAT_EVERY_S`)."""
 ABSENT = 5
-"""While no drafter is there, they are looked for every 2, 4, 8, .. 2**ABSENT rounds."""
+"""While no drafter is there, one is looked for every 2, 4, 8, .. 2**ABSENT rounds."""
 
 _LOG = logging.getLogger(__name__)
 _Kind = Literal["text", "model"]
-"""Drafters over text learn from all requests with a prompt; models need only the requests that they draft for."""
+"""Text: learns from all requests with a prompt. Model: needs only those that it drafts for."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
     sequence: DraftSequence
     known: dict[_Kind, DraftSequence] = field(default_factory=dict)
-    """What drafters know of it: a copy that grows as they are told. Only of the kinds for which it is open."""
+    """The copy that drafters of a kind have: it grows as they are told tokens."""
 
 
 class DrafterSet:
@@ -56,13 +51,12 @@ class DrafterSet:
         config: SpeculationConfig,
         estimates: Estimates,
     ) -> None:
-        """Args: estimates, what is known of each, and where what goes wrong with one is counted."""
         self.config = config
         self.vocab_size: int | None = None
         """Tokens from this one on do not exist; None: all do."""
         self.drafters = {drafter.name: drafter for drafter in drafters}
         self.there = set(self.drafters)
-        """Those that work and can have drafts, as of the last `find`."""
+        """Those that can have drafts, as of the last `find`."""
         self._by_kind: dict[_Kind, list[Drafter]] = {"text": [], "model": []}
         for drafter in drafters:
             self._by_kind[_kind(drafter)].append(drafter)
@@ -71,7 +65,7 @@ class DrafterSet:
         self._problems: set[str] = set()
         self._running: dict[str, _Request] = {}
         self._versions: dict[str, int] = {}
-        """Of the weights that each drafted with when it was last looked for."""
+        """Each drafter's version, as of the last `find`."""
         self._missed = 0
         """Times in a row that none was there."""
         self._listen_s = float("-inf")
@@ -91,8 +85,7 @@ class DrafterSet:
                 self.call(drafter, drafter.close, known)
 
     def tell(self, sequences: Iterable[DraftSequence] | None = None) -> None:
-        """Drafters over text hear what they do not know of all requests, others of these, which may be drafted for now;
-        None: of all."""
+        """Tell drafters over text of all requests, and others of `sequences` (None: all), which may be drafted for."""
         self._tell(self._running.values(), "text")
         asked = self._running if sequences is None else [sequence.request_id for sequence in sequences]
         self._tell([self._running[request_id] for request_id in asked], "model")
@@ -102,7 +95,7 @@ class DrafterSet:
             self.call(drafter, drafter.policy_changed)
 
     def _tell(self, requests: Iterable[_Request], kind: _Kind, *, but: int = 0) -> None:
-        """Drafters get what they do not know of these, `but` for so many of their last tokens."""
+        """Tell drafters what they do not know of these requests, but for the last `but` tokens."""
         drafters = self._by_kind[kind]
         for request in requests if drafters else ():
             known = request.known.get(kind)
@@ -125,7 +118,7 @@ class DrafterSet:
 
     @property
     def plain_rounds_ahead(self) -> int:
-        """While none is there: rounds that need not look for one."""
+        """Rounds that need not look for drafters, while none is there."""
         return (1 << min(self._missed, ABSENT)) - 1
 
     def find(self) -> None:
@@ -134,7 +127,10 @@ class DrafterSet:
         def look(name: str, drafter: Drafter) -> None:
             if drafter.is_there():
                 there.add(name)
-                self._notice(name, drafter.version)
+                version = drafter.version
+                if version > self._versions.setdefault(name, version):
+                    self._estimates.drafter_changed(name)
+                self._versions[name] = version
 
         for name, drafter in self.drafters.items():
             self.call(drafter, look, name, drafter)
@@ -142,31 +138,24 @@ class DrafterSet:
         self._missed = 0 if there else self._missed + 1
 
     def listen(self, now_s: float) -> None:
-        """In a plain round: so that drafters elsewhere which begin to answer are there when they are looked for."""
+        """Hear drafters elsewhere in a plain round, so that they are there when they are looked for."""
         if now_s >= self._listen_s:
             self._listen_s = now_s + LISTEN_EVERY_S
             for name, drafter in self.drafters.items():
                 if drafter.drafts_ahead and name not in self.there:
                     self.call(drafter, drafter.is_there)
 
-    def _notice(self, name: str, version: int) -> None:
-        """Newer weights get a new prior."""
-        if version > self._versions.setdefault(name, version):
-            self._estimates.drafter_changed(name)
-        self._versions[name] = version
-
     def expects(self) -> bool:
         return any(self.drafters[name].expects for name in self.there)
 
     def let_wait(self, names: Container[str]) -> None:
-        """These alone may wait for drafts that are on their way."""
         for name, drafter in self.drafters.items():
             drafter.may_wait = name in names
 
     # ------------------------------------------------------------------------------------------------ what is drafted
 
     def draft(self, name: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
-        """Of one drafter, from what it knows of each request, at most `windows[i]` tokens."""
+        """Return at most `windows[i]` tokens of one drafter for each sequence."""
         drafts: list[list[int]] = [[] for _ in sequences]
         drafter = self.drafters[name]
         if not any(windows) or self._failures[name] >= FAILURES:
@@ -184,7 +173,7 @@ class DrafterSet:
         return drafts
 
     def first(self, sequences: Sequence[DraftSequence], windows: Sequence[int], *, ahead: int | None = None) -> Drafts:
-        """Of all drafters that draft first and work. Those that draft ahead do so for the first `ahead` requests."""
+        """Return the drafts of those that draft first; of those that draft ahead, for the first `ahead` requests."""
         found: Drafts = {}
         for name, drafter in self.drafters.items():
             if drafter.drafts_first and name in self.there:
@@ -193,10 +182,7 @@ class DrafterSet:
         return found
 
     def hindsight(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> None:
-        """Learn from what drafters over text draft from some tokens ago, before they are told of these.
-
-        Earlier evidence counts little beside it: much of it is of other requests.
-        """
+        """Learn from what drafters over text draft from some tokens ago, before they hear of what was emitted since."""
         requests = [self._running[sequence.request_id] for sequence in sequences]
         self._tell(requests, "text", but=self.config.max_window)
         for name in [drafter.name for drafter in self._by_kind["text"] if drafter.name in self.there]:
@@ -205,13 +191,12 @@ class DrafterSet:
             asked = [min(window, len(tokens)) for window, tokens in zip(windows, since, strict=True)]
             drafts = self.draft(name, sequences, asked)
             model = self._acceptance[name]
-            model.limit(LOOK_TRIALS)
+            model.limit(LOOK_TRIALS)  # much of the earlier evidence is of other requests
             agreed = [common(draft, emitted) for draft, emitted in zip(drafts, since, strict=True)]
             ids = [sequence.request_id for sequence in sequences]
             model.observe_all(ids, [*map(len, drafts)], agreed, asked=asked)
 
     def fixed(self, sequences: Sequence[DraftSequence], windows: list[int]) -> Decision:
-        """The first drafter that has any draft."""
         names = [name for name in self.drafters if name in self.there]
         if not names or not any(windows):
             return Decision(drafter=OFF, windows=[0] * len(windows), drafts=[[] for _ in windows])
@@ -229,7 +214,6 @@ class DrafterSet:
         return decision
 
     def figures(self) -> Figures:
-        """What drafters count themselves, since the last call: of those that count anything."""
         figures: Figures = {}
 
         def ask(drafter: Drafter) -> None:
@@ -247,7 +231,7 @@ class DrafterSet:
     # ------------------------------------------------------------------------------------------- what goes wrong
 
     def call(self, drafter: Drafter, action: Callable[..., object], *args: object) -> None:
-        """A drafter that raises costs its drafts and no more."""
+        """Call a drafter; if it raises, it loses its drafts and no more."""
         name = drafter.name
         if self._failures[name] >= FAILURES:
             return
@@ -268,7 +252,7 @@ class DrafterSet:
             self._tell_problem(drafter, f"failed {FAILURES} times, and is not asked again")
 
     def _usable(self, drafter: Drafter, drafts: list[list[int]], proposed: Sequence[Sequence[int]]) -> list[list[int]]:
-        """What may be verified of `drafts`, which are as long as they may be; `proposed`: as they were drafted."""
+        """Return what may be verified of `drafts`, which are the `proposed` ones, cut to their windows."""
         tokens = list(chain.from_iterable(drafts))
         if sum(map(len, proposed)) == len(tokens) and existing(tokens, self.vocab_size) is tokens:
             return drafts
@@ -294,7 +278,7 @@ def _kind(drafter: Drafter) -> _Kind:
 
 
 def _what(token: object) -> str:
-    """What is wrong with it, in words that are the same for all tokens alike: a problem is told once."""
+    """Say what is wrong with a token, in the same words for all like it: a problem is logged once."""
     if not isinstance(token, int):
         return f"a {type(token).__name__}, which is no token"
     return "a negative token" if token < 0 else "a token beyond the vocabulary"

@@ -1,17 +1,14 @@
-"""What an engine knows of its drafters and of its rounds, from what has happened so far. PURE: seconds are passed in.
+"""What an engine knows of its drafters and rounds. PURE: seconds are passed in.
 
-One `AcceptanceModel` per drafter for its drafts alone, and one for where earlier drafts of a request's tree were wrong;
-one `OnlineCosts` for seconds; and the counts for the metrics.
-
-A round is counted once, under the drafter that leads it, or OFF. Catching up is no part of what drafting costs, and a
-look no part of what plain decoding does.
+A round is counted once, under the drafter that leads it, or OFF. Drafting is timed without catching up, and plain
+decoding without looks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from specactor.rollout.speculation.acceptance import CONFIDENCES, AcceptanceModel
+from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
@@ -20,25 +17,22 @@ from specactor.rollout.speculation.verification import Credit, Decision, common,
 from specactor.rollout.speculation.windows import OFF
 
 NEW_WEIGHTS_WEIGHT = 0.5
-"""What evidence is worth after the weights of the policy, or of a drafter, have changed."""
+"""Weight of earlier evidence once the weights of the policy, or of a drafter, have changed."""
 AFTER_RATE = 0.3
-"""Believed acceptance of a first token where earlier drafts were wrong, of a drafter nobody has seen. Hopeful."""
+"""Prior acceptance of a first token where earlier drafts were wrong; hopeful."""
 
 
 class Estimates:
-    """Knows, of one engine's drafters and rounds, how often drafts are right and what rounds cost."""
-
     def __init__(self, drafters: Mapping[str, Drafter], *, max_window: int, table: CostTable | None = None) -> None:
         self.acceptance = {name: AcceptanceModel(max_window=max_window) for name in drafters}
         self.after = {name: AcceptanceModel(max_window=max_window, prior_rate=AFTER_RATE) for name in drafters}
-        """Of a draft's own tokens, where all earlier drafts were wrong."""
+        """Of a draft's own tokens in a tree, where all earlier drafts were wrong."""
         self.costs = OnlineCosts(table)
         self.counts: dict[str, Counts] = {name: Counts() for name in (OFF, *drafters)}
         self._drafts_first = {name: drafter.drafts_first for name, drafter in drafters.items()}
         self._was_plain = False
 
     def forget(self, request_id: str) -> None:
-        """The request has ended. What it taught about drafters stays."""
         for model in (*self.acceptance.values(), *self.after.values()):
             model.forget(request_id)
 
@@ -50,14 +44,12 @@ class Estimates:
         self.acceptance[name].new_version(NEW_WEIGHTS_WEIGHT)
 
     def looked(self, looks: Mapping[str, Sequence[Seen]]) -> None:
-        """What became of drafts that were not verified, by drafter."""
         for name, seen in looks.items():
-            ids, drafted, agreed, asked, confidences = zip(*seen, strict=True)
-            sure = [CONFIDENCES if confidence is None else confidence for confidence in confidences]
+            ids, drafted, agreed, asked, sure = zip(*seen, strict=True)
             self.acceptance[name].observe_all(ids, drafted, agreed, asked=asked, sure=sure)
 
     def plain_round(self, requests: int, *, round_s: float, predicted_s: float) -> None:
-        """A round on the engine's plain path. `predicted_s`: uncorrected, or 0."""
+        """Count a round on the engine's plain path."""
         self.counts[OFF].rested += 1
         self.counts[OFF].round(
             (), (), verify_s=round_s, draft_s=0.0, predicted_s=predicted_s * self.costs.correction.factor(OFF)
@@ -74,8 +66,7 @@ class Estimates:
         round_s: float,
         is_steady: bool,
     ) -> None:
-        """Another round. `accepted`: per request, the draft tokens that were. `is_steady`: its drafters had nothing to
-        catch up with."""
+        """Count another round. `is_steady`: drafters had nothing to catch up with."""
         requests, is_drafted = len(sequences), decision.drafter != OFF
         self._was_plain = False
         if decision.beside:
@@ -113,8 +104,10 @@ class Estimates:
     def _tree_round(
         self, decision: Decision, sequences: Sequence[DraftSequence], accepted: Sequence[Sequence[int]]
     ) -> tuple[list[int], list[int], int]:
-        """Count a round of several drafters. Returns what the leading one drafted, and had accepted, for the requests
-        that are its own; and what all drafted for all."""
+        """Count a round of several drafters.
+
+        Returns what the leader drafted, and had accepted, for its own requests, and the total of all drafters.
+        """
         names = [decision.drafter, *decision.beside]
         drafts = list(zip(decision.drafts, *decision.beside.values(), strict=True))
         credits = [credits_of(of_request, right) for of_request, right in zip(drafts, accepted, strict=True)]
@@ -140,13 +133,12 @@ class Estimates:
         drafted: Sequence[int],
         agreed: Sequence[int],
     ) -> None:
-        """What the round's drafts say of the acceptance of the drafter `name`, per request."""
         # A short draft of one that drafts first may only have been cut by the window.
         asked = None if self._drafts_first[decision.drafter] else [*map(max, decision.to_draft, drafted)]
         self.acceptance[name].observe_all([s.request_id for s in sequences], drafted, agreed, asked=asked)
 
     def tree_verified(self, request_id: str, credits: Iterable[tuple[str, Credit]]) -> None:
-        """What a tree of several drafts says of those that come after others."""
+        """Learn from a tree how drafts do that come after others."""
         is_first = True
         for name, credit in credits:
             if credit.reached and credit.drafted and not is_first:

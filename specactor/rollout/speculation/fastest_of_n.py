@@ -1,16 +1,12 @@
-"""Fastest-of-N: the requests that accept least get further draft methods. PURE: estimates in, names out.
+"""Fastest-of-N (Algorithm 3 of 2511.16193): requests that accept least get further draft methods, in one tree. PURE.
 
-As in Algorithm 3 of 2511.16193 requests come by acceptance ascending, and methods by what they are predicted to buy
-(`ranked`, the paper's draft ladder). A request's drafts are verified in one tree, in which common beginnings are held
-once; every draft token must then pay for its row (`windows.best_windows`), so a further method that brings nothing
-has none. A draft's *own* tokens, which no earlier draft has, are accepted only where the target disagrees with all
-earlier drafts, so what they bring is estimated from rounds in which it did.
+A draft's *own* tokens, which no earlier draft has, can be accepted only where the target disagrees with all earlier
+drafts, so their acceptance is estimated from rounds in which it did.
 
-Invariants: a request has each method at most once, and at most `most`; only drafts that are there count. A tree has at
-most `max_window` draft tokens, and all trees at most as many branches as there is room for; a token's probability is at
-most its parent's, and those of all that follow one token add up to at most its own.
+Invariants: a request has each method once, and at most `most`; a tree has at most `max_window` draft tokens, all trees
+at most `max_branches` branches; the probabilities of what follows a token add up to at most its own.
 
-Shape legend: B requests, W windows 1..max_window.
+Shape legend: B requests, W windows 1..max_window, M methods.
 """
 
 from __future__ import annotations
@@ -21,29 +17,24 @@ from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
-from specactor.rollout.speculation.acceptance import survival_of
+from specactor.rollout.speculation.acceptance import Floats, survival_of
 from specactor.rollout.speculation.reconfiguration import LiveCosts, Mode, speeds
 from specactor.rollout.speculation.verification import Drafts, common, held
 from specactor.rollout.speculation.windows import OFF
 
 MOST_REQUESTS = 16
-"""That get further drafts in a round, at most: looking at a request's trees takes 0.1 ms. Those that accept least."""
-
-Floats = NDArray[np.float64]
+"""Requests with further drafts in a round, at most: each takes 0.1 ms to look at."""
 
 
 def speedup(rate: float, costs: LiveCosts) -> float:
-    """Predicted speed over plain decoding, at the best mode and window of a method whose draft tokens are accepted with
-    probability `rate` each; below 1 where plain decoding is faster."""
+    """Return the predicted speed over plain decoding, in the best mode and window."""
     modes: tuple[Mode, ...] = ("coupled", "decoupled")
     return max(float(_by_window(rate, costs, mode).max()) for mode in modes) * costs.plain_s
 
 
 def ranked(rates: Mapping[str, float], costs: Mapping[str, LiveCosts]) -> list[str]:
-    """Methods by their speed-up, the best first, by name among equals. Args: rates: P(a draft token is accepted | those
-    before it were), by method; costs: of rounds if that method drafts, in every way that it can."""
+    """Return methods by `speedup`, the best first, then by name."""
     return sorted(rates, key=lambda name: (-speedup(rates[name], costs[name]), name))
 
 
@@ -52,8 +43,7 @@ def best_window(rate: float, costs: LiveCosts) -> int:
 
 
 def gain_after(waking: float, left: float, faster: float) -> float:
-    """Speed of a request that has `left` tokens to go, over that without a drafter that is there after `waking` tokens
-    of it; from then on the request is `faster` times as fast. A drafter that wakes too late brings nothing."""
+    """Return the speed-up of a request with `left` tokens to go, `faster` times as fast after `waking` of them."""
     assert waking >= 0, waking
     assert left > 0, left
     assert faster >= 1, faster
@@ -62,16 +52,14 @@ def gain_after(waking: float, left: float, faster: float) -> float:
 
 
 def _by_window(rate: float, costs: LiveCosts, mode: Mode) -> Floats:
-    """Return tokens per second."""
     by_window_W: Floats = speeds(np.array([survival_of(rate, len(costs.verify_s) - 1)]), costs, mode)[0]
     return by_window_W
 
 
 def combined(survival_MW: Floats, *, alike: float) -> Floats:
-    """[W]: P(at least one method has its first j draft tokens accepted).
+    """Return [W]: P(at least one method has its first j draft tokens accepted).
 
-    `alike`: 0, methods agree with the target independently; 1, where the best fails all fail. In between it is linear,
-    which is an assumption; measure it where trees of several drafters are verified.
+    `alike` 0: methods agree with the target independently; 1: where the best fails all fail; linear in between.
     """
     assert 0 <= alike <= 1, alike
     best_W = survival_MW.max(axis=0)
@@ -83,12 +71,10 @@ def combined(survival_MW: Floats, *, alike: float) -> Floats:
 def further(
     owners: Sequence[str], drafts: Drafts, own: Mapping[str, Floats], *, ranked: Sequence[str], most: int
 ) -> list[list[str]]:
-    """Per request all its methods, its own first.
+    """Return each request's methods, its own first; a request without an owner (OFF) gets none.
 
     Args:
-        owners: whose draft each request has (OFF: none, and it gets none).
-        drafts: all that are there.
-        own: per method [B][W], survivals of its drafts, 0 behind their ends.
+        own: per method [B][W], survivals, 0 behind the ends of drafts.
         ranked: methods, the best first.
         most: methods per request.
     """
@@ -101,7 +87,7 @@ def further(
 
 
 def fitted(drafts: Mapping[str, Sequence[Sequence[int]]], *, max_tokens: int, max_branches: int) -> Drafts:
-    """The drafts, as far as the requests' trees can hold them. Drafters without any are left out."""
+    """Cut drafts to what trees can hold; drafters without any are left out."""
     names = [name for name, lists in drafts.items() if any(lists)]
     of_requests = list(zip(*(drafts[name] for name in names), strict=True))
     out: Drafts = {name: [] for name in names}
@@ -116,10 +102,11 @@ def fitted(drafts: Mapping[str, Sequence[Sequence[int]]], *, max_tokens: int, ma
 def survivals(
     drafts: Sequence[Sequence[int]], alone: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
 ) -> list[list[float]]:
-    """Per draft of one request, P(accepted) of each of its own tokens.
+    """Return P(accepted) of each draft's own tokens, for one request.
 
-    Args: alone[k][j], P(the first j + 1 tokens of draft k are accepted); after[k][j], P(the first j + 1 of its own are
-    accepted), given that what it shares is, and no earlier draft goes on rightly.
+    Args:
+        alone: [k][j], P(the first j + 1 tokens of draft k are accepted).
+        after: [k][j], of its own tokens, where what it shares is accepted and no earlier draft goes on rightly.
     """
     left = [1.0]  # per node, the root first: P(the target comes there and leaves all drafts)
     inner = [False]  # per node, whether a draft goes on there
@@ -155,18 +142,15 @@ def survivals(
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """What trees may hold, and what each draft token would bring."""
-
     drafts: Drafts
     survivals: list[list[float]]
-    """Per request, of all draft tokens, falling."""
+    """Per request, of all its draft tokens, falling."""
     owners: list[list[str]]
     """Per request, whose these tokens are."""
     shared: dict[str, list[int]]
-    """Per drafter and request, the tokens that an earlier draft has, too."""
+    """Per drafter and request, tokens that an earlier draft has, too."""
 
     def chosen(self, windows: Sequence[int]) -> Drafts:
-        """The drafts, cut to the likeliest `windows[i]` tokens of each request's tree."""
         owners = [of_request[:window] for of_request, window in zip(self.owners, windows, strict=True)]
         out: Drafts = {}
         for name, lists in self.drafts.items():
@@ -180,7 +164,7 @@ class Candidates:
 def candidates(
     drafts: Drafts, alone: Mapping[str, Floats], after: Mapping[str, Floats], *, max_tokens: int, max_branches: int
 ) -> Candidates:
-    """Args: what was drafted; per method [B][W], survivals of its drafts alone, and where all earlier ones err."""
+    """`alone`, `after`: survivals by method [B][W], of its drafts alone, and where all earlier ones err."""
     requests = len(next(iter(drafts.values())))
     drafts = fitted(drafts, max_tokens=len(drafts) * max_tokens, max_branches=max_branches)
     names = list(drafts)
@@ -202,7 +186,7 @@ def candidates(
 
 
 def _in_order(names: Sequence[str], rows: Sequence[list[float]]) -> tuple[list[float], list[str]]:
-    """(probabilities, whose) of all drafts' own tokens, best first; a token never comes before its parent."""
+    """Return (probabilities, whose) of all own tokens, best first; a token never comes before its parent."""
     pairs = [(-p, name) for name, own in zip(names, rows, strict=True) for p in own]
     pairs.sort(key=itemgetter(0))  # stable
     return [-p for p, _ in pairs], [name for _, name in pairs]

@@ -1,15 +1,8 @@
-"""The options that a round has: one drafter for all, each request with its own, several for a request in trees.
+"""The options that a round has: one drafter for all, each request with its own, or several for a request in trees.
 
-Each option's windows are those of the highest predicted speed (`windows`), from the acceptance of its drafters
-and the measured costs of rounds; what drafting took already is charged whatever the windows. `Planner.choose` takes
-the fastest option, or plain decoding, with one hysteresis. Where several drafters can draft, each request takes the one
-that promises most at the engine's pace (Algorithm 2, `reconfiguration`).
-
-Invariants: where fewer than two drafters can draft, no request is asked for its own; what an option verifies is part of
-what was drafted, or is still to be drafted by one drafter; an option is named after a drafter, or begins with
-`PER_REQUEST`, or is `FASTEST`. A request has one drafter of its own, or none if nobody drafted for it or nothing would
-be accepted; it stays with it until another promises more by `MARGIN`. Where its drafter has no draft, another stands in
-for it, which is no switch. Only the past is used.
+Invariants: an option verifies part of what was drafted, or what one drafter is still to draft; it is named after a
+drafter, begins with `PER_REQUEST`, or is `FASTEST`. A request stays with its drafter until another promises more by
+`MARGIN`; that another stands in where it has no draft is no switch. Only the past is used.
 
 Shape legend: B requests, W windows 1..max_window.
 """
@@ -24,12 +17,12 @@ from functools import cache, partial
 import numpy as np
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.speculation.acceptance import AcceptanceModel
+from specactor.rollout.speculation.acceptance import AcceptanceModel, Floats
 from specactor.rollout.speculation.costs import OnlineCosts
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.drafter_set import DrafterSet
 from specactor.rollout.speculation.estimates import Estimates
-from specactor.rollout.speculation.fastest_of_n import Candidates, Floats, candidates, further
+from specactor.rollout.speculation.fastest_of_n import Candidates, candidates, further
 from specactor.rollout.speculation.probing import Promises
 from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan, LiveCosts, Offer, reconfigure, worths
 from specactor.rollout.speculation.verification import Decision, Drafts
@@ -45,20 +38,18 @@ from specactor.rollout.speculation.windows import (
 )
 
 ENTRY_MARGIN = 0.05
-"""By which drafting must be faster than plain decoding to begin: predictions err, and drafters have to catch up."""
+"""Share by which drafting must be faster to begin: predictions err, and drafters have to catch up."""
 MARGIN = 0.1
-"""Tokens per round by which another drafter must promise more before a request changes to it."""
+"""Tokens per round by which another drafter must promise more before a request changes."""
 PACE_ROUNDS = 16
-"""Over which the pace of the engine is averaged: that of a round depends on who happened to have drafts."""
+"""Rounds over which the pace is averaged: that of one depends on who happened to have drafts."""
 PER_REQUEST = "per request"
-"""The way in which each request has a drafter of its own."""
+"""Name of the option in which each request has its own drafter."""
 FASTEST = "fastest of N"
-"""The way in which requests that need it have several."""
+"""Name of the option in which some requests have several."""
 
 
 class Planner:
-    """Of one engine: the options of a round, and the decision that follows from a choice among them."""
-
     def __init__(self, config: SpeculationConfig, drafter_set: DrafterSet, estimates: Estimates) -> None:
         self.owners = Owners()
         self.current = OFF
@@ -66,6 +57,8 @@ class Planner:
         self._config, self._drafter_set, self._estimates = config, drafter_set, estimates
         self._costs, self._acceptance = estimates.costs, estimates.acceptance
         self._windows = best_windows if config.window is None else whole_drafts
+        # In modes coupled and decoupled, and with a fixed window, drafting is wanted.
+        self.may_stop = config.mode == "auto" and config.window is None
 
     def options(
         self,
@@ -75,39 +68,34 @@ class Planner:
         *,
         max_branches: int = 0,
     ) -> dict[str, Option]:
-        """`drafts`: of drafters that draft first."""
-        requests, costs = len(sequences), self._costs
+        requests = len(sequences)
         found: dict[str, Option] = {}
         for name, model in self._acceptance.items():
             if name in self._drafter_set.there:
-                choice = of_drafter(name, model, costs, sequences, caps, drafts.get(name), windows=self._windows)
+                choice = of_drafter(name, model, self._costs, sequences, caps, drafts.get(name), windows=self._windows)
                 found[name] = self._option(name, choice)
         self._expect(found, requests)
         ready = [name for name, lists in drafts.items() if any(lists)]
         later = [name for name in found if not self._drafter_set.drafters[name].drafts_first] if requests > 1 else []
-        goes_further = self._config.fastest_of > 1 and self._config.mode == "auto" and self._config.window is None
+        goes_further = self._config.fastest_of > 1 and self.may_stop
         if ready and len(ready + later) > 1 and (requests > 1 or goes_further):  # one alone is one drafter's
             ids = [sequence.request_id for sequence in sequences]
-            found |= self._mixed(ids, caps, drafts, costs, ready, later, max_branches if goes_further else 0)
+            found |= self._mixed(ids, caps, drafts, ready, later, max_branches if goes_further else 0)
         return found
 
     def choose(self, options: Mapping[str, Option], requests: int) -> Choice:
-        """The fastest option, or plain decoding; to begin, drafting must be faster by `ENTRY_MARGIN`."""
-        # In modes coupled and decoupled, and with a fixed window, drafting is wanted.
-        chooses_plain = self._config.mode == "auto" and self._config.window is None
-        may_be_plain = chooses_plain or not options
-        plain_s = self._costs.plain_s(requests) if may_be_plain else float("inf")
+        plain_s = self._costs.plain_s(requests) if self.may_stop or not options else float("inf")
         margin = ENTRY_MARGIN if self.current == OFF else CHANGE_MARGIN
         choice = choose(options, requests=requests, plain_s=plain_s, current=self.current, margin=margin)
         promising = choice.drafter in options and options[choice.drafter].usual > 0
-        if chooses_plain and not any(choice.windows) and not promising:
+        if self.may_stop and not any(choice.windows) and not promising:
             choice = replace(choice, drafter=OFF)  # a drafter that is asked and never verified
         self.current = choice.drafter
         self.owners.promised(choice.tokens_per_s / requests)
         return choice
 
     def decision(self, option: Option, choice: Choice, drafts: Drafts, caps: Sequence[int]) -> Decision:
-        """What `choice`, of this option, verifies. `caps`: tokens that drafters were asked for."""
+        """Return what `choice`, of this option, verifies; drafters were asked for `caps` tokens."""
         windows, kind = list(choice.windows), choice.drafter
         decision = Decision(
             drafter=kind if option.verified is None else next(iter(drafts)),
@@ -120,10 +108,8 @@ class Planner:
         if option.verified is not None:
             decision.take(option.verified(windows))
         if not self._drafter_set.drafters[decision.drafter].drafts_first:
-            drafted = [any(map(len, of)) for of in zip(*decision.beside.values(), strict=True)] or [False] * len(
-                windows
-            )
-            decision.to_draft = [0 if there else w for there, w in zip(drafted, windows, strict=True)]
+            others = decision.beside.values()
+            decision.to_draft = [0 if any(lists[i] for lists in others) else w for i, w in enumerate(windows)]
             decision.depth = max(decision.to_draft)
         return decision
 
@@ -131,7 +117,6 @@ class Planner:
         return Option(choice=choice, factor=self._costs.correction.factor(kind), verified=verified)
 
     def _expect(self, found: dict[str, Option], requests: int) -> None:
-        """Of drafters elsewhere, what they usually have; asked where all requests are."""
         plain_s = self._costs.plain_s(requests)
         for name, option in found.items():
             if self._drafter_set.drafters[name].drafts_ahead:
@@ -145,18 +130,15 @@ class Planner:
         ids: Sequence[str],
         caps: Sequence[int],
         drafts: Drafts,
-        costs: OnlineCosts,
         ready: Sequence[str],
         later: Sequence[str],
         max_branches: int,
     ) -> dict[str, Option]:
-        """Return the options in which each request has a drafter of its own, and perhaps further ones.
+        """Return the options in which requests have drafters of their own.
 
-        Args:
-            ready: drafters whose drafts are there.
-            later: those that draft once windows are chosen.
+        `ready`: drafters whose drafts are there; `later`: those that draft once windows are chosen.
         """
-        requests, depth, most = len(ids), max(caps), self._config.max_window
+        requests, depth, most, costs = len(ids), max(caps), self._config.max_window, self._costs
         lengths = {name: [len(draft) for draft in drafts[name]] for name in ready}
         alone = {name: self._acceptance[name].survivals(ids, covered=True) for name in ready}
         own = {name: reaching(table, lengths[name]) for name, table in alone.items()}
@@ -174,15 +156,17 @@ class Planner:
             owners = self.owners.of(ids, both)
             if 0 < owners.count(name) < requests:  # one drafter for all is an option of its own
                 kind = f"{PER_REQUEST} with {name}"
-                found[kind] = self._per_request(kind, owners, both, drafts, costs, reach, spent_s, late=name)
+                found[kind] = self._per_request(kind, owners, both, drafts, reach, spent_s, late=name)
         if len(ready) < 2:
             return found
         owners = self.owners.of(ids, offers)
-        found[PER_REQUEST] = self._per_request(PER_REQUEST, owners, offers, drafts, costs, lengths, spent_s)
+        found[PER_REQUEST] = self._per_request(PER_REQUEST, owners, offers, drafts, lengths, spent_s)
         trees = self._trees(ids, drafts, owners, alone, own, max_branches) if max_branches else None
         if trees is not None:
             spent_s = max(spent_s, costs.draft_s(FASTEST, requests)(depth))
-            choice = _of_tables(*padded(trees.survivals, most), costs, spent_s=spent_s)
+            survival_BW, tree_lengths = padded(trees.survivals, most)
+            verify_N1 = costs.verify_curve(requests, requests * (1 + most))
+            choice = best_windows(survival_BW, tree_lengths, verify_N1=verify_N1, draft_s=lambda depth: spent_s)
             found[FASTEST] = self._option(FASTEST, choice, trees.chosen)
         return found
 
@@ -192,29 +176,28 @@ class Planner:
         owners: Sequence[str],
         offers: Sequence[Offer],
         drafts: Drafts,
-        costs: OnlineCosts,
         lengths: Mapping[str, Sequence[int]],
         spent_s: float,
         *,
         late: str = "",
     ) -> Option:
-        """Return the option in which each request has the drafter that `owners` says.
+        """Return the option in which requests have the drafters `owners`.
 
         Args:
-            lengths: of each drafter's draft for each request, at most.
-            spent_s: what the drafts took that are there.
-            late: the drafter that is still to draft, for its own requests alone.
+            lengths: of drafts, at most, by drafter and request.
+            spent_s: of the drafts that are there.
+            late: the drafter that is still to draft, for its own requests.
         """
         requests = len(owners)
         row = {offer.drafter: k for k, offer in enumerate(offers)}
         owner_B = np.array([row.get(name, 0) for name in owners])
         survival_BW = np.stack([offer.survival for offer in offers])[owner_B, np.arange(requests)]
         own_lengths = [lengths[name][i] if name in row else 0 for i, name in enumerate(owners)]
-        later_s = costs.draft_s(late, owners.count(late)) if late else lambda depth: 0.0
+        later_s = self._costs.draft_s(late, owners.count(late)) if late else lambda depth: 0.0
         choice = self._windows(
             survival_BW,
             own_lengths,
-            verify_N1=costs.verify_curve(requests, requests * (1 + survival_BW.shape[1])),
+            verify_N1=self._costs.verify_curve(requests, requests * (1 + survival_BW.shape[1])),
             draft_s=lambda depth: max(spent_s, later_s(depth)),
             drafted=[name != late for name in owners],
         )
@@ -229,8 +212,7 @@ class Planner:
         own: Mapping[str, Floats],
         max_branches: int,
     ) -> Candidates | None:
-        """Algorithm 3: those that need it most get the best methods of the ladder."""
-        # Drafts that come first cost about the same, so the ladder goes by acceptance.
+        # Algorithm 3. Drafts that come first cost about the same, so the ladder goes by acceptance.
         ladder = sorted(own, key=lambda name: (-self._acceptance[name].rate, name))
         methods = further(owners, drafts, own, ranked=ladder, most=self._config.fastest_of)
         if all(len(of_request) < 2 for of_request in methods):
@@ -247,14 +229,12 @@ class Owners:
     def __init__(self) -> None:
         self._drafter: dict[str, str] = {}
         self.pace: float | None = None
-        """Tokens per second and request that the last rounds promised, on average: what a row's seconds are worth."""
+        """Tokens per second and request that the last rounds promised: what a row's seconds are worth."""
 
     def promised(self, pace: float) -> None:
-        """A round was decided, of which so many tokens per second and request are expected."""
         self.pace = pace if self.pace is None else self.pace + (pace - self.pace) / PACE_ROUNDS
 
     def of(self, ids: Sequence[str], offers: Sequence[Offer]) -> list[str]:
-        """Each request's drafter in this round; OFF for none. Survivals of offers are 0 behind the ends of drafts."""
         # Drafters are compared at the windows that are best for them now.
         window_of = {o.drafter: worths(o, "coupled", pace=self.pace).argmax(axis=1).tolist() for o in offers}
         current = [
@@ -265,7 +245,7 @@ class Owners:
         return [plan.drafter for plan in plans]
 
     def settle(self, ids: Sequence[str], drafts: Drafts, decision: Decision) -> Counter[tuple[str, str]]:
-        """A round was decided; how many requests changed, by (before, after). `drafts`: all that were there."""
+        """Note who drafted for whom. Returns how many requests changed, by (before, after)."""
         verified = {decision.drafter: decision.drafts, **decision.beside}
         found: Counter[tuple[str, str]] = Counter()
         for i, one in enumerate(ids):
@@ -286,7 +266,7 @@ class Owners:
 
 
 def reaching(survival_BW: Floats, lengths: Sequence[int]) -> Floats:
-    """Survivals of drafts that are so long; 0 behind their ends."""
+    """Return the survivals, 0 behind the ends of drafts."""
     return np.where(np.arange(survival_BW.shape[1]) < np.array(lengths)[:, None], survival_BW, 0.0)
 
 
@@ -305,7 +285,7 @@ def of_drafter(
     *,
     windows: Callable[..., Choice] = best_windows,
 ) -> Choice:
-    """Of one drafter; at most `caps[i]` draft tokens for request i. `drafts`: if they are there already."""
+    """Return one drafter's best windows; `drafts`: if they are there already."""
     requests = len(sequences)
     lengths = caps if drafts is None else [len(draft) for draft in drafts]
     draft_s = costs.draft_s(name, requests)
@@ -317,16 +297,8 @@ def of_drafter(
     return windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s)
 
 
-def _of_tables(survival_BW: Floats, lengths: Sequence[int], costs: OnlineCosts, *, spent_s: float) -> Choice:
-    """Of drafts that are there, whosoever they are: their survivals and lengths. `spent_s`: what drafting took."""
-    requests, max_window = survival_BW.shape
-    verify_N1 = costs.verify_curve(requests, requests * (1 + max_window))
-    return best_windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=lambda depth: spent_s)
-
-
 def live_costs(costs: OnlineCosts, requests: int, *, draft_W: Floats) -> LiveCosts:
-    """Seconds of rounds whose drafts take so long by window. Plain decoding is no choice: a window of 0 says the
-    same."""
+    """Return the seconds of rounds that draft for `draft_W`; plain decoding is no choice."""
     return LiveCosts(
         plain_s=float("inf"),
         verify_s=costs.verify_curve(requests, requests * (1 + len(draft_W)))[::requests],
@@ -336,8 +308,7 @@ def live_costs(costs: OnlineCosts, requests: int, *, draft_W: Floats) -> LiveCos
 
 
 def _of_owners(drafts: Drafts, owners: Sequence[str], late: str, windows: Sequence[int]) -> Drafts:
-    """Of each request's drafter, so many tokens; drafters without any are left out, but for the one that is late, which
-    comes first."""
+    """Return each owner's drafts, cut to `windows`; the `late` drafter comes first, with none yet."""
     out: Drafts = {late: [[] for _ in owners]} if late else {}
     for name, lists in drafts.items():
         own = [

@@ -1,12 +1,10 @@
-"""Drafts what a request's seed gave for its prompt when it was last sampled, at the same positions.
+"""Drafts what a prompt and seed gave when they were last sampled, at the same positions.
 
-Noise is keyed by (seed, position): where a seed comes again, a token is again the one that its noise favours, as far as
-policy and text so far are as they were (common random numbers; PEGASUS, Ng and Jordan 2000). So a draft goes on at its
-position after the two texts have differed. Seeds come again in evaluations, in requests that are begun again, and in
-training with `rollout.noise_visits` > 1; where the noise was renewed, nothing is drafted.
+The noise of a seed and position favours the same token again (common random numbers; PEGASUS, Ng and Jordan 2000), also
+after the texts have differed.
 
-Invariants, each with a test: a draft is of the same prompt and seed; at most `max_bytes` are held, and the responses
-that ended longest ago go first; a new policy changes nothing.
+Invariants: a draft is of the same prompt and seed; at most `max_bytes` are held, what ended first goes first; a new
+policy changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 SEEN = CONFIDENCES - 1
 """Tokens before a draft that say how sure it is: so many were right."""
 RESPONSE_BYTES, TOKEN_BYTES = 320, 4
-"""What a response takes, and each of its tokens, in CPython; a test measures it."""
+"""Memory of a response, and of each of its tokens, in CPython."""
 MAX_BYTES = 2**26
 """200,000 short responses, or 16 million tokens of long ones."""
 

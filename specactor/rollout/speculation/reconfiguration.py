@@ -1,20 +1,16 @@
-"""Algorithm 2 of 2511.16193 on live estimates: each request's (mode, drafter, window), round by round. PURE: numbers in
-and out.
+"""Algorithm 2 of 2511.16193 on live estimates: each request's (mode, drafter, window). PURE.
 
-For each request every mode and window is compared by its tokens per second, and the best is taken:
+Each request takes the mode and window of most tokens per second:
 
     off        1 / plain_s
     coupled    (1 + sum_{j <= w} survival_j) / (verify_s(w) + draft_s(w))
     decoupled  tokens per round / max(verify_s at its mean rows, drafting w + 1 tokens and the messages)
 
-Requests of a batch share its rounds, so with `pace`, the tokens per second and request of the engine as a whole, a
-choice is worth its tokens less pace times its seconds: at the pace that results, these choices make the engine fastest
-(Dinkelbach's method for ratios of sums). As published (`benchmarks/paper_algorithms.py`) there is one drafter and plain
-decoding no choice; requests at or above the average keep their plan, and seconds are those of one request alone.
+Requests share rounds: with `pace`, the engine's tokens per second and request, a plan is worth its tokens less pace
+times its seconds (Dinkelbach). As published: `benchmarks/paper_algorithms.py`.
 
-Invariants: one plan per request, in order; equal input gives equal plans; no plan is predicted slower than the one
-that it takes the place of, and with margin 0 none is faster than the chosen one; higher survivals of a
-request never lower the coupled speed that it is promised; a request that accepts nothing decodes plainly.
+Invariants: no plan is predicted slower than the one that it replaces, and with margin 0 none is faster; higher
+survivals never lower a coupled speed; a request that accepts nothing decodes plainly.
 
 Shape legend: B requests, W windows 1..max_window, N choices: plain decoding, then each drafter's modes and windows.
 """
@@ -27,12 +23,11 @@ from functools import cache
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from specactor.rollout.speculation.acceptance import Floats
 from specactor.rollout.speculation.costs import CostTable, Grid
 from specactor.rollout.speculation.windows import OFF
 
-Floats = NDArray[np.float64]
 Mode = Literal["off", "coupled", "decoupled"]
 MODES: tuple[Mode, ...] = ("off", "coupled", "decoupled")
 """In order of preference among equals."""
@@ -57,7 +52,7 @@ PLAIN = DraftPlan(mode="off", drafter=OFF, window=0)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LiveCosts:
-    """Seconds of a round, at one number of requests, if all had the same window. Make it when that number changes."""
+    """Seconds of a round of one number of requests, all with the same window."""
 
     plain_s: float
     verify_s: Floats
@@ -79,8 +74,7 @@ class LiveCosts:
         served: int = 0,
         message_s: float = 0.0,
     ) -> LiveCosts:
-        """`drafter`: drafts on the verifier's devices, if the table has it. `remote`: seconds of a drafter on devices
-        of its own over (requests, window), with `served` requests there."""
+        """`remote`: seconds over (requests, window) of a drafter elsewhere, which has `served` requests."""
         assert min(requests, max_window) >= 1, (requests, max_window)
         assert message_s >= 0, message_s
         assert remote is None or served >= 1, served
@@ -96,11 +90,9 @@ class LiveCosts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Offer:
-    """What a drafter would bring each request."""
-
     drafter: str
     survival: Floats
-    """[B][W]: P(the first j draft tokens of request i are accepted)."""
+    """[B][W]: P(the first j draft tokens are accepted)."""
     costs: LiveCosts
 
 
@@ -111,10 +103,9 @@ def reconfigure(
     margin: float = 0.02,
     pace: float | None = None,
 ) -> list[DraftPlan]:
-    """The plan of each request. `current`: what each does now. Plain decoding is as fast as the first offer says.
-    `pace`: tokens per second and request that the engine makes at present; see above. `margin` is then in tokens.
+    """Return each request's plan; `current` is what each does now.
 
-    A plan of a drafter that is not among the offers promises nothing.
+    With `pace`, in tokens per second and request, `margin` is in tokens, else a share.
     """
     num_requests = len(current)
     if not num_requests or not offers:
@@ -132,6 +123,7 @@ def reconfigure(
     accepts_B = np.max([offer.survival[:, 0] for offer in offers], axis=0) > 0.0
     chosen_B = np.where(accepts_B, worth_BN.argmax(axis=1), 0)
     rows = np.arange(num_requests)
+    # A current plan whose drafter makes no offer promises nothing.
     now_worth_B = np.where(now_B >= 0, worth_BN[rows, now_B], 0.0 if pace is None else -np.inf)
     least_B = now_worth_B * (1.0 + margin) if pace is None else now_worth_B + margin
     changed_B = (worth_BN[rows, chosen_B] > least_B) | ~accepts_B
@@ -160,7 +152,7 @@ def _plan(pairs: tuple[tuple[str, Mode], ...], max_window: int, column: int) -> 
 
 
 def speeds(survival_BW: Floats, costs: LiveCosts, mode: Mode) -> Floats:
-    """Tokens per second of each request by window ([B][1] for off); 0 where the mode cannot be."""
+    """Return tokens per second [B][W] ([B][1] for off); 0 where the mode cannot be."""
     if mode != "off" and mode not in _modes(costs):
         return np.zeros(survival_BW.shape)
     tokens_BW, seconds_BW = _rounds(survival_BW, costs, mode)
@@ -169,7 +161,7 @@ def speeds(survival_BW: Floats, costs: LiveCosts, mode: Mode) -> Floats:
 
 
 def worths(offer: Offer, mode: Mode, *, pace: float | None) -> Floats:
-    """Of each request by window ([B][1] for off): its tokens less what its seconds are worth; pace None: its speed."""
+    """Return [B][W] ([B][1] for off): tokens less what their seconds are worth; pace None: `speeds`."""
     if pace is None:
         return speeds(offer.survival, offer.costs, mode)
     tokens_BW, seconds_BW = _rounds(offer.survival, offer.costs, mode)
@@ -177,7 +169,7 @@ def worths(offer: Offer, mode: Mode, *, pace: float | None) -> Floats:
 
 
 def _rounds(survival_BW: Floats, costs: LiveCosts, mode: Mode) -> tuple[Floats, Floats]:
-    """(tokens [B][W], seconds [W] or [B][W]) of rounds in a mode that can be; W is 1 for off."""
+    """Return (tokens [B][W], seconds [W] or [B][W]); W is 1 for off."""
     num_requests, max_window = survival_BW.shape
     if mode == "off":
         return np.ones((num_requests, 1)), np.array([costs.plain_s])
@@ -193,8 +185,8 @@ def _rounds(survival_BW: Floats, costs: LiveCosts, mode: Mode) -> tuple[Floats, 
 
 
 def ready(survival_BW: Floats) -> Floats:
-    """[B][W]: the share of decoupled rounds that have a window. The position after the last one is accepted as often as
-    the last."""
+    """Return [B][W]: the share of decoupled rounds that have a window."""
+    # The position after the last one is accepted as often as the last.
     last_B, before_B = survival_BW[:, -1], survival_BW[:, -2] if survival_BW.shape[1] > 1 else 1.0
     beyond_B = np.divide(last_B * last_B, before_B, out=np.zeros_like(last_B), where=np.asarray(before_B) > 0)
     onward_BW = np.column_stack([survival_BW[:, 1:], beyond_B])
@@ -207,7 +199,6 @@ def ready(survival_BW: Floats) -> Floats:
 
 
 def _modes(costs: LiveCosts) -> tuple[Mode, ...]:
-    """In which it can draft."""
     return (
         *(("coupled",) if costs.coupled_draft_s is not None else ()),
         *(("decoupled",) if costs.decoupled_draft_s is not None else ()),

@@ -1,7 +1,4 @@
-"""The drafters that a configuration names.
-
-Built-in ones are imported when they are asked for: only `model` needs SGLang.
-"""
+"""The drafters that a configuration names."""
 
 from __future__ import annotations
 
@@ -10,31 +7,34 @@ from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 
 from specactor.config import DRAFTERS, SpeculationConfig
-from specactor.config.speculation import MTP, of_draft_model
+from specactor.config.speculation import MTP, kind_of
 from specactor.errors import ConfigError
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.previous import PreviousDrafter
+from specactor.rollout.speculation.suffix import SuffixDrafter
+
+OVER_TEXT: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in (SuffixDrafter, PreviousDrafter)}
 
 
 def make_drafters(config: SpeculationConfig, *, connect: Callable[[str], Drafter] | None = None) -> list[Drafter]:
-    """The drafters that a configuration names. Raises ConfigError for a name that is not known or cannot be loaded.
+    """Make the configured drafters. Raises ConfigError for a name that is not known or cannot be loaded.
 
-    `connect` gives the drafter `decoupled`, or one of its further names; without it there are no drafter processes.
+    `connect` makes those in processes; None: there are none.
     """
     return [_make(name, connect) for name in config.draft_methods]
 
 
 def _make(name: str, connect: Callable[[str], Drafter] | None) -> Drafter:
-    kind, _ = of_draft_model(name) or ("", 0)
     module, _, attribute = name.partition(":")
-    if kind == "model":
-        from specactor.rollout.sglang.model_drafter import ModelDrafter
+    if kind_of(name) == "model":
+        from specactor.rollout.sglang.model_drafter import ModelDrafter  # these alone need SGLang
 
         return ModelDrafter(name)
     if name == MTP:
         from specactor.rollout.sglang.model_drafter import MtpDrafter
 
         return MtpDrafter()
-    if kind == "decoupled":
+    if kind_of(name) == "decoupled":
         if connect is None:
             raise ConfigError.at(
                 "rollout.speculation.drafters", name, "drafters in the engine", "Here are no drafter processes."
@@ -42,14 +42,8 @@ def _make(name: str, connect: Callable[[str], Drafter] | None) -> Drafter:
         return connect(name)
     if attribute:
         return _imported(name, module, attribute)
-    if name == "suffix":
-        from specactor.rollout.speculation.suffix import SuffixDrafter
-
-        return SuffixDrafter()
-    if name == "previous":
-        from specactor.rollout.speculation.previous import PreviousDrafter
-
-        return PreviousDrafter()
+    if name in OVER_TEXT:
+        return OVER_TEXT[name]()
     raise ConfigError.at(
         "rollout.speculation.drafters",
         name,
@@ -73,7 +67,7 @@ def _imported(name: str, module: str, attribute: str) -> Drafter:
 
 
 class Filler(Drafter):
-    """Fills windows with tokens of the prompt, over and over, to measure what verification costs; rarely right."""
+    """Drafts tokens of the prompt, to measure what verification costs."""
 
     name = "filler"
 

@@ -1,15 +1,10 @@
-"""Decides, round by round, what is drafted for which request, and remembers what became of it.
+"""Decides, round by round, what is drafted for which request, and learns what became of it.
 
-A round is observe -> draft -> plan -> learn: whether this round stays plain, and who can draft (`DrafterSet`); the
-drafts of those that cost little to ask; the fastest of the options that these give (`Planner`), from what is known of
-drafters and rounds (`Estimates`); and, after the round, what became of it. While decoding is plain, drafts are made now
-and then (`probing`); in between the engine need not ask (`plain_rounds_ahead`).
+Invariants: `decide` uses earlier rounds alone; a drafter that raises costs its drafts and nothing else; whatever is
+decided, tokens are the target's.
 
-Invariants: only the past is used: `decide` sees what `learn` was told of earlier rounds, never the round's own outcome.
-A drafter that raises costs its drafts and nothing else. Whatever is decided, tokens are the target's.
-
-One rank of an engine decides. A drafter that computes on all ranks together (one that does not draft first) is only
-chosen by `decide`; its drafts are then made by `draft`, on every rank with the same arguments.
+One rank of an engine decides. A drafter that computes on all ranks together (not `drafts_first`) drafts in `draft`,
+which all of them call with the same arguments.
 """
 
 from __future__ import annotations
@@ -30,16 +25,14 @@ from specactor.rollout.speculation.windows import OFF
 from specactor.trace import Recorder
 
 LOOKED_AT = 16
-"""Requests that drafters which draft ahead hear of for a look: each costs them work for as long as it runs."""
+"""Requests that drafters which draft ahead hear of for a look: each is work for them as long as it runs."""
 MOST_FRUITLESS = 16
-"""Rounds in a row without any draft, before costs are known, after which it is tried as seldom as one looks."""
+"""Rounds in a row without any draft, before costs are known, after which drafting is tried seldom."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class Speculator:
-    """Decides, in an engine, who drafts in the next round, for whom and how far."""
-
     def __init__(
         self,
         config: SpeculationConfig,
@@ -58,11 +51,11 @@ class Speculator:
         self._back_off = BackOff()
         self._recorder = Recorder()
         self._fruitless = 0
-        """Rounds in a row in which drafts were asked for and there were none, before costs were known."""
+        """Rounds in a row that asked for drafts and had none, before costs were known."""
         self._is_behind = False
         """Whether drafters were not told of the last round."""
         self._is_steady = False
-        """Whether the drafters have nothing to catch up with in this round, so that its times are those of others."""
+        """Whether drafters have nothing to catch up with, so that the round's seconds are usual ones."""
         self._decision = Decision(drafter=OFF, windows=[], drafts=[])
 
     @property
@@ -85,10 +78,9 @@ class Speculator:
         self.drafter_set.policy_changed()
 
     def decide(self, sequences: Sequence[DraftSequence], limits: Sequence[int], *, max_branches: int = 0) -> Decision:
-        """Drafts for the next round, of at most `limits[i]` tokens for request i; none where verifying would not pay.
+        """Draft at most `limits[i]` tokens for request i; none where verifying would not pay.
 
-        What was committed since the last call stands at the ends of the sequences' outputs.
-        `max_branches`: of all trees together; with none, trees are chains.
+        `max_branches`: of all trees together; 0: trees are chains.
         """
         caps = [max(0, min(limit, self.config.largest_window)) for limit in limits]
         started = self._clock()
@@ -115,7 +107,7 @@ class Speculator:
 
     @property
     def _chooses(self) -> bool:
-        """Whether costs decide anything: with a fixed window in mode auto, which of several drafters drafts."""
+        """Whether costs decide anything; with a fixed window, which drafter drafts."""
         if self.config.window is None:
             return True
         return self.config.mode == "auto" and self.config.window > 0 and len(self.drafters) > 1
@@ -126,8 +118,7 @@ class Speculator:
 
     @property
     def plain_rounds_ahead(self) -> int:
-        """After `decide`: rounds from the next on that will be plain, whatever comes; `decide` need not be asked, and
-        nothing committed, until these are over."""
+        """Rounds after this one that will be plain, whatever comes; `decide` need not be asked."""
         if not self.drafter_set.there:
             return self.drafter_set.plain_rounds_ahead
         if self.config.window:
@@ -139,7 +130,6 @@ class Speculator:
         return int(self.costs.table is None and self.costs.plain_is_next())
 
     def on_plain_round(self, requests: int, *, round_s: float) -> None:
-        """A plain round has ended, of those that `plain_rounds_ahead` promised; its seconds."""
         if self.config.window is None or not self.drafter_set.there:
             self._is_behind = True
         if self._may_rest():
@@ -149,7 +139,7 @@ class Speculator:
         self.estimates.plain_round(requests, round_s=round_s, predicted_s=self._decision.predicted_s)
 
     def draft(self, drafter: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
-        """The drafts of a decision that left them to all ranks; those that did not decide must call it too."""
+        """Draft what a decision left to all ranks together."""
         started = self._clock()
         self.drafter_set.tell(sequences)
         drafts = self.drafter_set.draft(drafter, sequences, windows)
@@ -159,8 +149,7 @@ class Speculator:
         return drafts
 
     def learn(self, sequences: Sequence[DraftSequence], accepted: Sequence[Sequence[int]], *, round_s: float) -> None:
-        """What became of the drafts of the last `decide`: per request, the draft tokens that were accepted; and the
-        seconds of the whole round."""
+        """Learn from the last `decide`; `accepted`: draft tokens per request."""
         decision = self._decision
         self.estimates.round(decision, sequences, accepted, round_s=round_s, is_steady=self._is_steady)
         if any(accepted):
@@ -170,17 +159,14 @@ class Speculator:
             self.drafter_set.call(leader, leader.led, round_s)
 
     def report(self) -> dict[str, Counts]:
-        """Counts per drafter, and of plain rounds, since the last report."""
         return self.estimates.report()
 
     def record(self, recorder: Recorder) -> None:
-        """Where this and the drafters write what they do when."""
         self._recorder = recorder
         for drafter in self.drafters.values():
             drafter.recorder = recorder
 
     def _tried(self, sequences: Sequence[DraftSequence], caps: Sequence[int]) -> Decision:
-        """With the fixed window, or one that tells what rounds cost."""
         started = self._clock()
         self._tell(sequences)
         seldom, most = self._may_rest(), self.config.window or 0
@@ -211,12 +197,12 @@ class Speculator:
         )
 
     def _may_rest(self) -> bool:
-        """Whether plain decoding goes on until the next look."""
+        """Whether decoding stays plain until the next look."""
         may = self.costs.table is not None or self._fruitless >= MOST_FRUITLESS
-        return may and self.config.window is None and self.config.mode == "auto" and self.planner.current == OFF
+        return may and self.planner.may_stop and self.planner.current == OFF
 
     def _waited_for(self) -> Collection[str]:
-        """Drafters whose drafts this round would verify. Those of others are looked at, and nobody waits for a look."""
+        """Drafters whose drafts this round would verify; nobody waits for a look."""
         if not self._chooses_by_cost:
             return () if self._may_rest() else self.drafters
         if self.planner.current == OFF:
@@ -224,7 +210,6 @@ class Speculator:
         return (self.planner.current,) if self.planner.current in self.drafters else self.drafters
 
     def _best(self, sequences: Sequence[DraftSequence], caps: list[int], max_branches: int) -> Decision:
-        """The drafter and windows of the highest predicted speed."""
         requests, started = len(sequences), self._clock()
         if self._may_rest() and self._back_off.is_long and not self._back_off.goes_on:
             self.drafter_set.hindsight(sequences, caps)
@@ -243,7 +228,7 @@ class Speculator:
             _LOG.info("speculation: %s", choice.reason)
             self._recorder.instant("rounds", f"switch to {choice.drafter}", self._clock(), why=choice.reason)
         if choice.drafter == OFF:
-            self._look_over(sequences, drafts, caps, started=started, requests=requests)
+            self._look_over(sequences, drafts, caps, started=started)
             return self._plain(requests)
         self._back_off.restart()
         if some < requests:
@@ -261,21 +246,19 @@ class Speculator:
             self._recorder.instant("rounds", f"{requests} from {before} to {after}", self._clock(), why=reason)
 
     def _look_over(
-        self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], *, started: float, requests: int
+        self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], *, started: float
     ) -> None:
-        """Verifying these drafts would not pay; or some that would are still on their way."""
         if self._back_off.waits(self.drafter_set.expects(), look_s=self._clock() - started):
             return
         for name in drafts if self._back_off.is_long else ():
             self.estimates.acceptance[name].limit(LOOK_TRIALS)  # looks are few, so old evidence makes way
         self._look(sequences, drafts, caps)
-        look_s, plain_s = self._clock() - started, self.costs.plain_s(requests)
-        self._back_off.looked(look_s=look_s, plain_s=plain_s, requests=requests)
+        requests, look_s = len(sequences), self._clock() - started
+        self._back_off.looked(look_s=look_s, plain_s=self.costs.plain_s(requests), requests=requests)
 
     def _look(
         self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], decision: Decision | None = None
     ) -> None:
-        """Keep what was drafted and is not verified, for comparison. `decision`: what is verified."""
         verified: Drafts = {} if decision is None else {decision.drafter: decision.drafts, **decision.beside}
         free = [i for i, s in enumerate(sequences) if s.request_id not in self._looks.pending]
         for name, lists in drafts.items():

@@ -1,20 +1,11 @@
-"""Drafts from text that was generated before: by the request itself, by its group, in earlier steps, for other prompts.
+"""Drafts from text that was generated before, by the request, its group (equal prompts) and others.
 
-A group is all requests with equal prompts. A draft is what most often followed the longest n-gram that ends the
-request's text, of those that its group has; where that is shorter than three tokens and texts of other prompts have a
-longer one, what followed that. Texts are one table of n-grams, which holds for each the place that followed it, and is
-filled and asked for all requests of a round at once.
+A draft is what most often followed the longest n-gram that ends the text (SuffixDecoding, arXiv 2411.04975; DAS, arXiv
+2511.13841). N-grams are one table, filled and asked for all requests of a round at once.
 
-Invariants, each with a test:
-- a draft has at most the window's tokens, and at most `TOKENS_PER_MATCH` per token of the match that it follows: what
-  follows a short match is a guess, and a wrong guess costs the verifier;
-- at most `AT_ONCE` tokens are entered at once. While nobody verifies its drafts no more are kept for that, so what a
-  look costs does not grow with the rest before it; of each request the newest tokens stay;
-- at most `max_tokens` are held, of whatever length requests are; the oldest half goes when they are reached;
-- the same calls give the same drafts; a new policy changes nothing: what the old one wrote is still a good guess.
-
-Source: SuffixDecoding (arXiv 2411.04975) for the match and for drafts in proportion to it; DAS (arXiv 2511.13841) for
-the earlier responses to a prompt. A table of n-grams in place of suffix trees is ours.
+Invariants: a draft has at most `TOKENS_PER_MATCH` tokens per token of its match; at most `AT_ONCE` tokens wait to be
+entered, also while nobody verifies; at most `max_tokens` are held, of which the oldest half goes; equal calls give
+equal drafts; a new policy changes nothing.
 
 Shape legend: P new tokens, B requests, N the longest n-gram, K kinds of n-grams, W window.
 """
@@ -30,32 +21,31 @@ from numpy.typing import NDArray
 from specactor.rollout.speculation.drafter import HISTORY_TOKENS, Drafter, DraftSequence
 
 TOKENS_PER_MATCH = 2
-"""Of 1, 1.5, 2, 3 and no bound, 2 was the fastest or within 1 % of it where a draft token costs 2-10 % of a verify."""
+"""Of 1, 1.5, 2, 3 and no bound, the fastest or within 1 % of it where a draft token costs 2-10 % of a verify."""
 KINDS = ((12, 1), (8, 1), (6, 1), (4, 1), (3, 1), (5, 0), (4, 0), (3, 0), (2, 1), (2, 0), (1, 1))
-"""(tokens, 1: of the group's texts, 0: of all), the first that is found is followed. Those of all beyond 5 gained less
-than 0.5 % of accept_length."""
+"""(tokens, 1: of the group's texts, 0: of all), by preference. Those of all beyond 5 gained less than 0.5 % of
+accept_length."""
 VOTES = 16
 """Texts that went on as the remembered one did outvote at most so many later ones that did not."""
 AT_ONCE = 1 << 15
-"""Tokens that wait to be entered, and are entered together, at most."""
+"""Tokens that wait to be entered together, at most."""
 FIRST_BITS = 14
-"""Of the table's size. It grows with the text, to 16 n-grams per token at least."""
+"""Of the table's size, which grows to at least 16 n-grams per token."""
 _N = max(n for n, _ in KINDS)
 _LENGTH_K = np.array([n for n, _ in KINDS])
 _OWN_K = np.array([own for _, own in KINDS], dtype=np.uint64)
 _CONFIDENCE_N = np.array([0, 0, 1, 2, 2, 2, 2, 2, *[3] * _N])
-"""How sure one may be of what followed a match, by its length. The first draft token was right in 0.2, 0.4, 0.7 and
-0.95 of cases, on the responses of small models."""
+"""By length of the match. The first draft token was right in 0.2, 0.4, 0.7 and 0.95 of cases, on small models."""
 _WEIGHT_N = np.random.default_rng(0).integers(0, 2**64, _N, dtype=np.uint64) | np.uint64(1)
-"""The key of an n-gram is the sum, modulo 2^64, of its tokens (plus 1) times these, the last first, and of its group.
-Two n-grams of one key would cost a wrong draft, and no more."""
+"""The key of an n-gram is its group plus the sum of (token + 1) times these, the last token first, modulo 2^64. Two
+n-grams of one key would cost a wrong draft, and no more."""
 _BACK_N = np.arange(-1, -_N - 1, -1)
 Keys = NDArray[np.uint64]
 Ints = NDArray[np.signedinteger]
 
 
 class SuffixDrafter(Drafter):
-    """210 to 420 bytes of memory per token held, and 16 per token that may be."""
+    """It takes 210 to 420 bytes per token held, and 16 per token that may be."""
 
     name = "suffix"
 
@@ -156,7 +146,7 @@ class SuffixDrafter(Drafter):
         self._num_pending += len(tokens)
 
     def _thin(self) -> None:
-        """Keep half of what may be pending, the newest tokens of each request. What follows is a text of its own."""
+        """Keep half of what may be pending, the newest tokens of each request; each is a text of its own then."""
         share = min(AT_ONCE, len(self._token) // 2) // (2 * len(self._pending))
         for row, pending in list(self._pending.items()):
             if len(pending) > share:
@@ -168,7 +158,6 @@ class SuffixDrafter(Drafter):
         self._prompts.clear()
 
     def _take_in(self) -> None:
-        """Enter all pending tokens into the table."""
         if self._pending:
             while len(self._key) < 16 * (self._end + self._num_pending):
                 self._widen()
@@ -204,7 +193,7 @@ class SuffixDrafter(Drafter):
         self._vote(key_PK.ravel(), place_P.repeat(len(KINDS)), token_P.repeat(len(KINDS)))
 
     def _vote(self, key: Keys, place: Ints, token: Ints) -> None:
-        """These tokens followed these n-grams; a place that is outvoted makes way."""
+        """Enter n-grams and what followed; a place that is outvoted makes way."""
         slot = key >> self._shift
         held = self._place.take(slot) * (self._key.take(slot) == key)
         votes = self._votes.take(slot) + np.where(self._token.take(held) == token, 1, -1)
@@ -220,7 +209,6 @@ class SuffixDrafter(Drafter):
         return keys_BK
 
     def _forget(self) -> None:
-        """Drop the older half of all text."""
         half = len(self._token) // 2
         kept = self._end - half
         for of_place in (self._token, self._after):
@@ -231,7 +219,6 @@ class SuffixDrafter(Drafter):
         self._prompts.clear()
 
     def _widen(self) -> None:
-        """Make the table twice as large."""
         key, place, votes = self._key, self._place, self._votes
         self._shift -= np.uint64(1)
         slot = key >> self._shift
@@ -241,7 +228,6 @@ class SuffixDrafter(Drafter):
             setattr(self, name, wide)
 
     def _grow(self) -> None:
-        """Make room for more running requests."""
         self._free = [row for row in self._ended if row not in self._pending]
         self._ended = [row for row in self._ended if row in self._pending]
         if self._free:

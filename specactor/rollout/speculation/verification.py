@@ -1,14 +1,10 @@
-"""What is verified in a round, and what of it is kept. PURE: token ids in, token ids out.
+"""What is verified in a round, and what of it is kept. PURE.
 
-A round verifies, per request, a tree of draft tokens below the last committed token. Its rows are the root (the last
-committed token) and then the draft tokens, parents before children; the target's answer to a row is the token that it
-samples after that row's path, with the noise of (request seed, position).
+A request's rows are its last committed token (the root) and its draft tokens, parents first. The target's answer to a
+row is the token that it samples after its path, with the noise of (request seed, position).
 
-Invariants:
-- `accepted_path` returns the rows along which the draft tokens equal the target's samples, so the samples on those rows
-  are exactly the tokens that decoding one at a time would have emitted. What was drafted cannot change them;
-- a draft token that several drafts share is one row, and the credit of the first of them: credits add up to the rows of
-  the tree, and to those that were accepted.
+Invariants: samples along `accepted_path` are exactly the tokens that decoding one at a time would have emitted; a token
+that several drafts share is one row, and the credit of the first of them.
 """
 
 from __future__ import annotations
@@ -26,18 +22,17 @@ Drafts = dict[str, list[list[int]]]
 
 
 class DraftTree(NamedTuple):
-    """Draft tokens of one request. A chain is a tree in which every token follows the one before."""
+    """Draft tokens of one request."""
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    """Row of each token's parent: 0 is the root, 1 the first draft token; always smaller than the token's own row."""
+    """Row of each token's parent, smaller than its own: 0 is the root, 1 the first draft token."""
 
     @property
     def num_rows(self) -> int:
         return 1 + len(self.tokens)
 
     def depths(self) -> list[int]:
-        """Per row, the number of tokens between it and the root."""
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent] + 1)
@@ -52,7 +47,7 @@ NOTHING = DraftTree()
 
 
 _line = cache(lambda length: tuple(range(length)))
-"""The parents of a chain; comparing one with itself takes no time."""
+"""The parents of a chain, cached so that comparing them takes no time."""
 
 
 def chain(tokens: Sequence[int]) -> DraftTree:
@@ -60,7 +55,7 @@ def chain(tokens: Sequence[int]) -> DraftTree:
 
 
 def merged(drafts: Sequence[Sequence[int]]) -> DraftTree:
-    """The tree of several chains, earlier ones first; common beginnings are held once."""
+    """Return the tree of several chains, earlier ones first."""
     grown = _Growing(None, None)
     for draft in drafts:
         grown.add(draft)
@@ -68,18 +63,15 @@ def merged(drafts: Sequence[Sequence[int]]) -> DraftTree:
 
 
 def held(drafts: Sequence[Sequence[int]], *, max_tokens: int, max_branches: int) -> tuple[list[int], int]:
-    """(how many tokens of each draft, from its first on, a bounded tree of them has; an upper bound of its branches).
+    """Return (tokens that a bounded tree has of each draft, an upper bound of its branches).
 
-    A draft that would exceed `max_tokens` draft tokens is cut; one that would need more than `max_branches` branches is
-    cut where it leaves the others.
+    Drafts are cut where they exceed `max_tokens`, or need one more than `max_branches` branches.
     """
     grown = _Growing(max_tokens, max_branches)
     return [grown.add(draft) for draft in drafts], grown.branches
 
 
 class _Growing:
-    """A tree to which chains are added."""
-
     __slots__ = ("_children", "_max_branches", "_max_tokens", "branches", "parents", "tokens")
 
     def __init__(self, max_tokens: int | None, max_branches: int | None) -> None:
@@ -91,7 +83,6 @@ class _Growing:
         self._max_tokens, self._max_branches = max_tokens, max_branches
 
     def add(self, draft: Sequence[int]) -> int:
-        """Tokens of the draft that the tree has now."""
         tokens, children = self.tokens, self._children
         row = 0
         for depth, token in enumerate(draft):
@@ -109,10 +100,7 @@ class _Growing:
 
 
 def branches(tree: DraftTree) -> list[list[int]]:
-    """The paths from the root to the leaves, without the one on which every row follows the row before, if any.
-
-    A row that is on several paths has the same ancestors on all of them.
-    """
+    """Return the paths from the root to the leaves, without one whose rows are consecutive."""
     inner = set(tree.parents)
     paths = []
     for leaf in range(1, tree.num_rows):
@@ -129,44 +117,40 @@ def branches(tree: DraftTree) -> list[list[int]]:
 @dataclass(kw_only=True)
 class Decision:
     drafter: str
-    """OFF, or who drafted."""
+    """Who leads, or OFF."""
     windows: list[int]
-    """Per request, the most draft tokens to verify."""
+    """Most draft tokens to verify, per request."""
     depth: int = 0
     """The largest window that was drafted."""
     drafts: list[list[int]]
-    """Per request; at most its window."""
     beside: Drafts = field(default_factory=dict)
     """Of further drafters: for other requests, or in the same trees."""
     kind: str = ""
-    """As such rounds are called where their seconds are remembered; "": by the drafter."""
+    """Name under which the round's seconds are remembered; "": the drafter's."""
     to_draft: list[int] = field(default_factory=list)
-    """Per request, tokens that `drafter` is still to draft, by `Speculator.draft` on all ranks; empty: all drafts are
-    there."""
+    """Tokens per request that `drafter` is still to draft, in `Speculator.draft`; empty: all drafts are there."""
     predicted_s: float = 0.0
-    """Of the whole round, uncorrected; 0 where nothing is known."""
+    """Of the whole round, uncorrected; 0: not known."""
     draft_s: float = 0.0
     """Of drafting, and of deciding what to verify."""
 
     @property
     def timed_as(self) -> str:
-        """What its seconds are those of."""
         return self.kind or self.drafter
 
     @property
     def together(self) -> bool:
-        """Whether drafts are still to be made, on all ranks together."""
+        """Whether all ranks are still to draft."""
         return any(self.to_draft)
 
     @property
     def trees(self) -> list[DraftTree]:
         if not self.beside:
-            return [chain(draft) if draft else NOTHING for draft in self.drafts]
+            return [chain(draft) for draft in self.drafts]
         of_requests = ([draft for draft in of if draft] for of in zip(self.drafts, *self.beside.values(), strict=True))
         return [merged(drafts) if len(drafts) > 1 else chain(drafts[0] if drafts else ()) for drafts in of_requests]
 
     def take(self, drafts: Drafts) -> None:
-        """Verify all of these. The first drafter leads."""
         for name, lists in drafts.items():
             if name == next(iter(drafts)):
                 self.drafter, self.drafts = name, lists
@@ -175,27 +159,23 @@ class Decision:
 
 
 class Credit(NamedTuple):
-    """What one draft of a tree brought that those before it did not."""
+    """What a draft of a tree brought that earlier ones did not."""
 
     first: int
-    """Draft tokens that it shares with an earlier draft."""
+    """Tokens that it shares with an earlier draft."""
     drafted: int
-    """Those that follow, which are its own."""
+    """Its own tokens, which follow."""
     accepted: int
     agreed: int
-    """Of all that it has, the shared ones included."""
+    """Accepted tokens, the shared ones included."""
     reached: bool
-    """Whether its own were put to the test: what it shares was accepted, and no earlier draft went on rightly."""
+    """Whether its own were tested: what it shares was accepted, and no earlier draft went on rightly."""
 
 
 _NO_CREDIT = Credit(0, 0, 0, 0, False)
 
 
 def credits_of(drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> list[Credit]:
-    """Per draft of a tree. Args: the drafts, as far as the tree holds them; the draft tokens that were accepted."""
-    if len(drafts) == 1:
-        right = common(drafts[0], accepted)
-        return [Credit(0, len(drafts[0]), right, right, True)]
     credits: list[Credit] = []
     best = 0  # accepted tokens that the drafts so far have
     for i, draft in enumerate(drafts):
@@ -210,7 +190,7 @@ def credits_of(drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> list
 
 
 def existing(tokens: list[int], vocab_size: int | None) -> list[int]:
-    """Those before the first that is no token. vocab_size None: all numbers but negative ones are."""
+    """Return the tokens before the first that is none; vocab_size None: all but negative ones exist."""
     size = sys.maxsize if vocab_size is None else vocab_size
     if not tokens or ({*map(type, tokens)} == {int} and min(tokens) >= 0 and max(tokens) < size):
         return tokens
@@ -226,10 +206,7 @@ def common(some: Sequence[int], others: Sequence[int]) -> int:
 
 
 def accepted_path(tree: DraftTree, samples: Sequence[int]) -> list[int]:
-    """Rows from the root down, along draft tokens that equal the sample of the row above.
-
-    Args: samples, one per row. The emitted tokens are the samples of the returned rows: accepted ones, then the bonus.
-    """
+    """Return the rows from the root down, along draft tokens that equal the sample of the row above."""
     if tree.is_chain:
         return [*range(1 + common(tree.tokens, samples))]
     path = [0]

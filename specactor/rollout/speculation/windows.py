@@ -1,13 +1,10 @@
-"""Which draft window each request gets this round, and which drafter. PURE: predictions in, choices out.
+"""Chooses draft windows, and the drafter, by predicted speed. PURE.
 
-A round of B requests with windows w_i emits sum_i (1 + sum_{j <= w_i} s_ij) tokens on average, s_ij = P(the first j
-draft tokens of request i are accepted), and takes verify_s(B, sum_i (1 + w_i)) + draft_s(max_i w_i) seconds. For each
-depth and number of rows the best rows are those of largest s_ij; every number of rows under every depth is looked at,
-since costs jump (float32 kernels between 1 and 2 tokens), and what is beyond the jump can pay for it.
+B requests with windows w_i emit sum_i (1 + sum_{j <= w_i} s_ij) tokens on average, s_ij = P(the first j draft tokens of
+request i are accepted), in verify_s(B, sum_i (1 + w_i)) + draft_s(max_i w_i) seconds.
 
-Invariants: no windows have a higher predicted speed than the chosen ones, if draft_s does not fall with depth (if it
-does, it is taken as its running maximum). Equal input gives equal windows; under one depth the fewest rows among equals
-are chosen, rows of small j first, then of small i. Higher s_ij never lower the predicted speed.
+Invariants: no windows have a higher predicted speed, if draft_s does not fall with depth; under one depth the fewest
+rows among equals are chosen, of small j first, then of small i; higher s_ij never lower that speed.
 
 Shape legend: B requests, W max_window, N rows beyond the first of each request, in order of choice.
 """
@@ -25,13 +22,13 @@ from specactor.rollout.speculation.verification import Drafts
 
 OFF = "off"
 CHANGE_MARGIN = 0.02
-"""By which another drafter must be faster than the one that is used."""
+"""Share by which another drafter must be faster than the current one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     windows: tuple[int, ...]
-    """Draft tokens to verify of each request; 0: a plain step."""
+    """Draft tokens to verify of each request."""
     emitted: float
     """Tokens of all requests together."""
     round_s: float
@@ -47,15 +44,13 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """The best that a drafter, or several together, can do in a round, for `choose`."""
-
     choice: Choice
     factor: float = 1.0
-    """Measured over predicted seconds of such rounds (`costs.Correction`)."""
+    """Measured over predicted seconds of such rounds."""
     usual: float = 0.0
-    """Tokens per second of such rounds on average, where drafts that are not there now come in the next round."""
+    """Tokens per second of such rounds on average, where drafts that are missing come in the next round."""
     verified: Callable[[Sequence[int]], Drafts] | None = None
-    """Windows -> what is verified, by drafter; None: the drafts of the drafter that the option is named after."""
+    """Windows -> what is verified; None: drafts of the drafter that the option is named after."""
 
     @property
     def round_s(self) -> float:
@@ -66,20 +61,14 @@ class Option:
         """Predicted: of this round or as usual, whichever is more."""
         return max(self.choice.emitted / self.round_s, self.usual)
 
-    def __str__(self) -> str:
-        return f"{self.tokens_per_s:.0f} tok/s, {sum(self.choice.windows)} draft tokens in {1e3 * self.round_s:.2f} ms"
-
 
 def padded(survivals: Sequence[Sequence[float]], max_window: int) -> tuple[NDArray[np.float64], list[int]]:
-    """(survivals [B][W], entries of each request that count), as `best_windows` takes them."""
-    num_requests = len(survivals)
+    """Return (survivals [B][W], lengths) for `best_windows`."""
     lengths = [min(len(s), max_window) for s in survivals]
-    if sum(lengths) == num_requests * max_window:
-        rows = (s if len(s) == max_window else s[:max_window] for s in survivals)
-    else:
-        rows = ([*s[:n], *repeat(0.0, max_window - n)] for s, n in zip(survivals, lengths, strict=True))
-    flat = np.fromiter(chain.from_iterable(rows), np.float64, num_requests * max_window)
-    return flat.reshape(num_requests, max_window), lengths
+    survival_BW = np.zeros((len(survivals), max_window))
+    is_there_BW = np.arange(max_window) < np.array(lengths)[:, None]
+    survival_BW[is_there_BW] = [*chain.from_iterable(s[:max_window] for s in survivals)]
+    return survival_BW, lengths
 
 
 def best_windows(
@@ -90,15 +79,14 @@ def best_windows(
     draft_s: Callable[[int], float],
     drafted: Sequence[bool] = (),
 ) -> Choice:
-    """The windows of highest predicted speed for drafts that cost `draft_s`.
+    """Return the windows of highest predicted speed.
 
     Args:
-        survival_BW: P(the first j draft tokens of request i are accepted), not increasing with j.
-        lengths: how many of them count, per request; they bound its window.
-        verify_N1: seconds of a forward with 0, 1, .. sum(lengths) rows beyond the first of each request; what is more
-            is not looked at.
-        draft_s: seconds of drafting by depth, depth 0 included.
-        drafted: which requests have their drafts already, so that their depth costs nothing; empty: none has.
+        survival_BW: P(the first j draft tokens are accepted).
+        lengths: bounds of the windows.
+        verify_N1: seconds with 0, 1, .. rows beyond the first of each request; more rows are not looked at.
+        draft_s: seconds of drafting by depth, 0 included.
+        drafted: requests whose drafts are there and cost nothing; empty: none.
     """
     assert lengths
     num_requests = len(lengths)
@@ -113,6 +101,7 @@ def best_windows(
     # A depth at the price of the next is left out: that has all these rows and more.
     caps = [cap for cap in range(len(prices)) if cap + 1 == len(prices) or prices[cap + 1] > prices[cap]]
     for cap in caps:
+        # All numbers of rows, since costs jump, and what is beyond the jump can pay for it.
         within_N = survival_N if cap + 1 == len(prices) else survival_N[depth_N < cap]
         if not len(within_N):
             continue
@@ -139,7 +128,7 @@ def whole_drafts(
     draft_s: Callable[[int], float],
     drafted: Sequence[bool] = (),
 ) -> Choice:
-    """All that was drafted, where the window is fixed. Args: as of `best_windows`."""
+    """Verify all drafts."""
     depth = max(0 if there else length for length, there in zip(lengths, drafted or repeat(False), strict=False))
     survival_N, _ = _rows_in_order(survival_BW, lengths)
     return Choice(
@@ -152,12 +141,10 @@ def whole_drafts(
 def choose(
     options: Mapping[str, Option], *, requests: int, plain_s: float, current: str = OFF, margin: float = CHANGE_MARGIN
 ) -> Choice:
-    """The fastest of plain decoding (`plain_s` a step, corrected by the caller) and every drafter's best.
+    """Take the fastest of the options and plain decoding, of corrected `plain_s` a step.
 
-    `current` is what the last round did; a drafter must be faster than it by more than `margin`, so that noise does not
-    switch to and fro; plain decoding, which has no further costs, need not. Among equals plain decoding wins, then the
-    first name. A drafter is as fast as now or as usual, whichever is more; so what is picked may have windows of 0.
-    The Choice has `drafter`, `reason`, and seconds after correction.
+    Another drafter must be faster than `current`, the last round's, by `margin`; plain decoding need not, and wins
+    among equals, then the first name.
     """
     assert requests >= 1, requests
     assert plain_s > 0, plain_s
@@ -185,7 +172,7 @@ def choose(
 def _rows_in_order(
     survival_BW: NDArray[np.float64], lengths: Sequence[int]
 ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """(survival, row) of all rows that may be verified, best first; row = (j - 1) * B + i."""
+    """Return (survival, row) of all rows, best first; row = (j - 1) * B + i."""
     num_requests, max_window = survival_BW.shape
     num_rows = sum(lengths)
     survival_WB = survival_BW.T
@@ -200,13 +187,13 @@ def _rows_in_order(
 
 
 def _depths(row_N: NDArray[np.intp], num_requests: int, drafted: Sequence[bool]) -> NDArray[np.intp]:
-    """Depth, from 0, to which a drafter must draft for each row; -1 where its draft is there."""
+    """Return the depth, from 0, to which each row must be drafted; -1: its draft is there."""
     depth_N: NDArray[np.intp] = row_N // num_requests
     return np.where(np.array(drafted)[row_N % num_requests], -1, depth_N) if any(drafted) else depth_N
 
 
 def _rising(draft_s: Callable[[int], float], depth: int) -> list[float]:
-    """Seconds of drafting for depth 0, 1, .., depth; never falling, never negative."""
+    """Return seconds for depth 0 .. depth, never falling."""
     prices: list[float] = []
     for d in range(depth + 1):
         seconds = draft_s(d)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 
@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.rollout.speculation.acceptance import AcceptanceModel
+from specactor.rollout.speculation.acceptance import AcceptanceModel, Floats
+from tests.rollout.speculation.world import survival
 
 W = 6
 REQUESTS = st.sampled_from(["a", "b", "c"])
@@ -40,11 +41,10 @@ def test_survival_is_a_falling_probability(history: list[Verify], weight: float)
     model = learn(AcceptanceModel(max_window=W, memory=10), history)
     for _ in range(2):
         for request in ("a", "b", "c", "new"):
-            for drafted in (None, 0, 3, W + 5):
-                survival = model.survival(request, W, drafted=drafted)
-                assert len(survival) == (W if drafted is None else min(W, drafted))
-                assert all(0 <= later <= before <= 1 for before, later in pairwise([1.0, *survival]))
-                assert model.survival(request, 2, drafted=drafted) == survival[:2]
+            for covered in (False, True):
+                probabilities = survival(model, request, covered=covered)
+                assert len(probabilities) == W
+                assert all(0 <= later <= before <= 1 for before, later in pairwise([1.0, *probabilities]))
         assert 0 < model.rate < 1
         model.new_version(weight)
 
@@ -56,36 +56,38 @@ def test_many_requests_at_once_have_the_same_bits(history: list[Verify], weight:
     ids = ["c", "new", "a", "b"]
     for told in ([], [0, 3, 0, 1]):
         model.tell(ids, told)
-        model.observe("b", 2, 1, confidence=model.told("b"))
-    assert model.survivals(ids, covered=False).tolist() == [model.survival(name, W) for name in ids]
-    assert model.survivals(ids, covered=True).tolist() == [model.survival(name, W, drafted=W) for name in ids]
+        model.observe("b", 2, 1)
+    assert model.survivals(ids, covered=False).tolist() == [survival(model, name) for name in ids]
+    assert model.survivals(ids, covered=True).tolist() == [survival(model, name, covered=True) for name in ids]
 
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_drafts_of_one_confidence_are_judged_by_each_other(tells: bool) -> None:
     model = AcceptanceModel(max_window=W)
+    model.tell(["sure", "unsure"], [3, 0] if tells else [])
     for _ in range(100):
-        model.observe("sure", W, W, confidence=3 if tells else None)
-        model.observe("unsure", W, 0, confidence=0 if tells else None)
+        model.observe("sure", W, W)
+        model.observe("unsure", W, 0)
     model.tell(["x", "y"], [3, 0] if tells else [])
-    sure, unsure = (model.survival(name, 1)[0] for name in ("x", "y"))
-    assert model.survival("z", 1)[0] == pytest.approx(0.5, abs=0.05)
-    assert (sure > 0.9 and unsure < 0.1) if tells else sure == unsure == model.survival("z", 1)[0]
+    sure, unsure = (survival(model, name)[0] for name in ("x", "y"))
+    assert survival(model, "z")[0] == pytest.approx(0.5, abs=0.05)
+    assert (sure > 0.9 and unsure < 0.1) if tells else sure == unsure == survival(model, "z")[0]
     # A request that does what drafts of its confidence do is no better than others.
     model.tell(["sure"], [3] if tells else [])
-    assert model.survival("sure", 1)[0] == pytest.approx(sure, abs=0.05) or not tells
+    assert survival(model, "sure")[0] == pytest.approx(sure, abs=0.05) or not tells
 
 
 def test_news_count_and_what_confidence_means_is_remembered_longer() -> None:
     model = AcceptanceModel(max_window=W)
+    model.tell(["a"], [3])
     for _ in range(500):
-        model.observe("a", W, W, confidence=3)
+        model.observe("a", W, W)
     model.limit(8)
     for _ in range(8):
         model.observe("b", W, 0)
     model.tell(["c"], [3])
-    assert model.survival("d", 1)[0] < 0.7
-    assert model.survival("c", 1)[0] > 0.9
+    assert survival(model, "d")[0] < 0.7
+    assert survival(model, "c")[0] > 0.9
 
 
 # --- only the past ----------------------------------------------------------------------------------------------------
@@ -96,9 +98,9 @@ class Peeking(AcceptanceModel):
 
     engine: list[Verify]
 
-    def survival(self, request_id: str, max_window: int, *, drafted: int | None = None) -> list[float]:
+    def survivals(self, request_ids: Sequence[str], *, covered: bool) -> Floats:
         ahead = learn(AcceptanceModel(max_window=self.max_window), self.engine[-1:])
-        return ahead.survival(request_id, max_window, drafted=drafted)
+        return ahead.survivals(request_ids, covered=covered)
 
 
 def peek(engine: list[Verify]) -> AcceptanceModel:
@@ -121,7 +123,7 @@ def predictions(make: Maker, history: list[Verify]) -> list[list[float]]:
     said = []
     for verify in history:
         engine.append(verify)
-        said.append(model.survival(verify[0], W))
+        said.append(survival(model, verify[0]))
         learn(model, [verify])
     return said
 
@@ -150,9 +152,9 @@ def test_reading_changes_nothing(history: list[Verify]) -> None:
     read, unread = AcceptanceModel(max_window=W), AcceptanceModel(max_window=W)
     for verify in history:
         learn(read, [verify])
-        _ = read.survival("a", W), read.survival("zzz", 1), read.rate
+        _ = survival(read, "a"), survival(read, "zzz"), read.rate
     learn(unread, history)
-    assert read.survival("a", W) == unread.survival("a", W)
+    assert survival(read, "a") == survival(unread, "a")
     assert read.rate == unread.rate
 
 
@@ -185,7 +187,7 @@ def error_after(
         model.observe(f"r{n % 8}", drafted, accepted, asked=window)
         window = 4 if fixed else min(size, accepted + 2)
     true = accumulate((a * covered for a in conditional), mul)
-    return max(abs(a - b) for a, b in zip(model.survival("new", size), true, strict=True))
+    return max(abs(a - b) for a, b in zip(survival(model, "new"), true, strict=True))
 
 
 TRUTH = [0.8, 0.7, 0.9, 0.6]
@@ -208,25 +210,25 @@ def test_coverage_and_acceptance_may_depend_on_each_other() -> None:
     for _ in range(2000):
         model.observe("a", 4, 4, asked=4)
         model.observe("a", 1, 0, asked=4)
-    assert model.survival("new", 4) == pytest.approx([0.5] * 4, abs=0.02)
-    assert model.survival("new", 4, drafted=4) == pytest.approx([0.5] * 4, abs=0.02)
+    assert survival(model, "new") == pytest.approx([0.5] * 4, abs=0.02)
+    assert survival(model, "new", covered=True) == pytest.approx([0.5] * 4, abs=0.02)
 
 
 def test_a_request_moves_from_the_drafters_mean_to_its_own() -> None:
     model = AcceptanceModel(max_window=4)
     for n in range(400):
         model.observe(f"r{n % 10}", 4, 4 if n % 2 else 1)
-    start = model.survival("mine", 4)
-    assert start == model.survival("another", 4)
+    start = survival(model, "mine")
+    assert start == survival(model, "another")
     believed = [start[1]]
     for _ in range(40):
         model.observe("mine", 4, 4)
-        believed.append(model.survival("mine", 4)[1])
+        believed.append(survival(model, "mine")[1])
     assert believed == sorted(believed)
     assert believed[-1] > 0.9 > 0.7 > believed[0]
-    assert model.survival("another", 4)[1] < 0.75, "a hard request is not taken for an easy one"
+    assert survival(model, "another")[1] < 0.75, "a hard request is not taken for an easy one"
     model.forget("mine")
-    assert model.survival("mine", 4) == model.survival("another", 4)
+    assert survival(model, "mine") == survival(model, "another")
     model.forget("mine")
 
 
@@ -241,16 +243,16 @@ def test_a_request_that_does_as_the_drafter_does_stays_at_its_mean_with_any_wind
             accepted += 1
         model.observe("short" if window == 1 else "long", window, accepted)
     for request in ("short", "long"):
-        assert model.survival(request, 4) == pytest.approx(model.survival("new", 4), abs=0.06)
+        assert survival(model, request) == pytest.approx(survival(model, "new"), abs=0.06)
 
 
 @given(HISTORIES, st.integers(1, W))
 def test_success_never_lowers_and_failure_never_raises(history: list[Verify], drafted: int) -> None:
     for accepted, sign in ((drafted, 1), (0, -1)):
         model = learn(AcceptanceModel(max_window=W, memory=20), history)
-        before = model.survival("new", W, drafted=W)
+        before = survival(model, "new", covered=True)
         model.observe("a", drafted, accepted)
-        assert all(sign * (b - a) >= -1e-12 for a, b in zip(before, model.survival("new", W, drafted=W), strict=True))
+        assert all(sign * (b - a) >= -1e-12 for a, b in zip(before, survival(model, "new", covered=True), strict=True))
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
@@ -258,23 +260,23 @@ def test_success_never_lowers_and_failure_never_raises(history: list[Verify], dr
 
 def test_the_prior_decays_with_position_and_unseen_positions_follow_seen_ones() -> None:
     model = AcceptanceModel(max_window=3, prior_rate=0.8, prior_decay=0.5)
-    assert model.survival("a", 3) == pytest.approx([0.8, 0.8 * 0.4, 0.8 * 0.4 * 0.2])
+    assert survival(model, "a") == pytest.approx([0.8, 0.8 * 0.4, 0.8 * 0.4 * 0.2])
     assert model.rate == 0.8
     for _ in range(500):
         model.observe("a", 1, 0)
-    assert model.survival("new", 3)[0] < 0.05
-    assert model.survival("new", 3)[1] < 0.05 * 0.05
+    assert survival(model, "new")[0] < 0.05
+    assert survival(model, "new")[1] < 0.05 * 0.05
 
 
 @given(HISTORIES)
 def test_no_draft_changes_nothing_but_coverage(history: list[Verify]) -> None:
     model = learn(AcceptanceModel(max_window=W), history)
-    before, certain = model.survival("a", W), model.survival("a", W, drafted=W)
+    before, certain = survival(model, "a"), survival(model, "a", covered=True)
     model.observe("a", 0, 0)
-    assert model.survival("a", W) == before
+    assert survival(model, "a") == before
     model.observe("a", 0, 0, asked=3)
-    assert model.survival("a", W, drafted=W) == certain
-    assert model.survival("a", W)[0] < before[0]
+    assert survival(model, "a", covered=True) == certain
+    assert survival(model, "a")[0] < before[0]
 
 
 def test_the_past_fades() -> None:
@@ -282,12 +284,12 @@ def test_the_past_fades() -> None:
     for accepted in (0, 2):
         for _ in range(500):
             model.observe(f"r{accepted}", 2, accepted)
-    assert model.survival("new", 2)[1] > 0.6
+    assert survival(model, "new")[1] > 0.6
     assert model.rate > 0.8
 
 
 def test_a_new_version_starts_between_what_was_seen_and_the_prior() -> None:
-    untouched = AcceptanceModel(max_window=2).survival("a", 2)
+    untouched = survival(AcceptanceModel(max_window=2), "a")
 
     def after(weight: float) -> AcceptanceModel:
         model = AcceptanceModel(max_window=2)
@@ -297,14 +299,14 @@ def test_a_new_version_starts_between_what_was_seen_and_the_prior() -> None:
         model.new_version(weight)
         return model
 
-    believed = [after(weight).survival("a", 2)[0] for weight in (1, 0.1, 0.01, 0)]
+    believed = [survival(after(weight), "a")[0] for weight in (1, 0.1, 0.01, 0)]
     assert believed == sorted(believed)
     assert len(set(believed)) == 4
-    assert after(0).survival("a", 2) == untouched
+    assert survival(after(0), "a") == untouched
     model = after(0.1)
     for _ in range(200):
         model.observe("b", 2, 2, asked=2)
-    assert model.survival("new", 2)[0] > 0.7, "new evidence outweighs old"
+    assert survival(model, "new")[0] > 0.7, "new evidence outweighs old"
 
 
 @pytest.mark.parametrize(
@@ -318,7 +320,5 @@ def test_counts_that_cannot_be_are_refused(drafted: int, accepted: int, asked: i
 def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(AssertionError, match="use mode off"):
         AcceptanceModel(max_window=0)
-    with pytest.raises(AssertionError):
-        AcceptanceModel(max_window=2).survival("a", 3)
     with pytest.raises(AssertionError):
         AcceptanceModel(max_window=2).new_version(2)

@@ -226,13 +226,9 @@ def test_a_fit_takes_plain_steps_and_drafters_as_given() -> None:
         points,
         plain=[(1, 1, 0.005), (4, 4, 0.006)],
         drafters={"suffix": [(1, 1, 1e-4), (4, 16, 4e-4)]},
-        model="m",
-        device="d",
-        date="today",
     )
     assert table.plain_s(4) == pytest.approx(0.006)
     assert table.draft_s("suffix", 4, 4) == pytest.approx(4e-4)
-    assert (table.model, table.device, table.date) == ("m", "d", "today")
     assert CostTable.from_json(table.to_json()) == table
 
 

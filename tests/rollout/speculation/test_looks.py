@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from specactor.rollout.speculation.acceptance import CONFIDENCES
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.probing import (
     AGAIN_SHARE,
@@ -62,25 +63,25 @@ def sequence(*output_ids: int) -> DraftSequence:
 
 @pytest.mark.parametrize(
     ("draft", "sure", "seen"),
-    [([5, 6, 7], 2, (3, 2, 3, 2)), ([5, 9], None, (2, 1, 3, None)), ([], None, (0, 0, 3, None))],
+    [([5, 6, 7], 2, (3, 2, 3, 2)), ([5, 9], CONFIDENCES, (2, 1, 3, CONFIDENCES)), ([], 0, (0, 0, 3, 0))],
 )
-def test_a_look_says_how_much_of_a_draft_was_right(draft: list[int], sure: int | None, seen: tuple[int, ...]) -> None:
+def test_a_look_says_how_much_of_a_draft_was_right(draft: list[int], sure: int, seen: tuple[int, ...]) -> None:
     assert Look(sequence(1, 1, 5, 6, 8, 7), 2, 3, draft, sure).seen() == Seen("r", *seen)
 
 
 def test_drafts_count_as_far_as_a_request_went() -> None:
     """The ends of responses are as much worth as the rest: what verified drafts are judged by, looks are too."""
     looks, one = Looks(), sequence(1, 1)
-    looks.keep("a", Look(one, 2, 4, [5, 6, 7, 8]))
-    looks.keep("b", Look(one, 2, 4, [9]))
+    looks.keep("a", Look(one, 2, 4, [5, 6, 7, 8], 3))
+    looks.keep("b", Look(one, 2, 4, [9], 0))
     one.output_ids += [5, 6]
     assert looks.over() == {}
-    assert looks.ended("r") == {"a": [Seen("r", 2, 2, 2, None)], "b": [Seen("r", 1, 0, 2, None)]}
+    assert looks.ended("r") == {"a": [Seen("r", 2, 2, 2, 3)], "b": [Seen("r", 1, 0, 2, 0)]}
     assert looks.ended("r") == {}
-    looks.keep("a", Look(one, 4, 4, [5]))
+    looks.keep("a", Look(one, 4, 4, [5], 3))
     assert looks.ended("r") == {}, "nothing was emitted since"
-    looks.keep("a", Look(one, 0, 4, [1]))
-    assert looks.over() == {"a": [Seen("r", 1, 1, 4, None)]}
+    looks.keep("a", Look(one, 0, 4, [1], 3))
+    assert looks.over() == {"a": [Seen("r", 1, 1, 4, 3)]}
     assert looks.over() == {}
 
 

@@ -11,6 +11,7 @@ import pytest
 from specactor.config import SpeculationConfig
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.speculator import Speculator
+from tests.rollout.speculation.world import survival
 
 
 class Learner(Drafter):
@@ -32,10 +33,10 @@ def test_every_newer_version_gets_a_new_prior(versions: tuple[int, ...], changed
     known = speculator.estimates.acceptance["learner"]
     for _ in range(50):
         known.observe("r", 4, 0)
-    before = known.survival("r", 1)[0]
+    before = survival(known, "r")[0]
     rates = [before]
     for version in versions:
         learner.held = version
         speculator.drafter_set.find()
-        rates.append(known.survival("r", 1)[0])
+        rates.append(survival(known, "r")[0])
     assert sum(later > earlier for earlier, later in pairwise(rates)) == changed, rates

@@ -17,7 +17,7 @@ def play(costs: OnlineCosts, rounds: int, *, requests: int = 4, slower: float = 
     for _ in range(rounds):
         window = costs.wanted(8) if costs.table is None else 3
         rows = requests * (1 + window)
-        predicted = costs.verify_s(requests, rows) if costs.table else 0.0
+        predicted = costs.table.verify_s(requests, rows) if costs.table else 0.0
         costs.observe(
             "suffix" if window else OFF,
             requests=requests,
@@ -32,11 +32,11 @@ def play(costs: OnlineCosts, rounds: int, *, requests: int = 4, slower: float = 
 def test_a_table_is_there_after_a_few_different_rounds_and_is_right() -> None:
     costs = OnlineCosts()
     with pytest.raises(AssertionError, match="until there is a table"):
-        costs.verify_s(1, 1)
+        costs.plain_s(1)
     play(costs, FIRST_FIT)
     assert costs.table is not None
     for rows in (4, 8, 12, 20):
-        assert costs.verify_s(4, rows) == pytest.approx(true_s(4, rows), rel=0.05)
+        assert costs.table.verify_s(4, rows) == pytest.approx(true_s(4, rows), rel=0.05)
     assert costs.plain_s(4) == pytest.approx(true_s(4, 4), rel=0.05)
 
 
@@ -44,10 +44,11 @@ def test_a_curve_is_what_its_points_are() -> None:
     costs = OnlineCosts()
     with pytest.raises(AssertionError, match="until there is a table"):
         costs.verify_curve(1, 1)
-    play(costs, FIRST_FIT)
-    assert costs.verify_curve(3, 27).tolist() == pytest.approx([costs.verify_s(3, rows) for rows in range(3, 28)])
-    play(costs, 4 * FIRST_FIT, slower=3.0)  # fitted again: no old curve is kept
-    assert costs.verify_curve(3, 27).tolist() == pytest.approx([costs.verify_s(3, rows) for rows in range(3, 28)])
+    for slower in (1.0, 3.0):  # fitted again: no old curve is kept
+        play(costs, 4 * FIRST_FIT, slower=slower)
+        assert costs.table is not None
+        points = [costs.table.verify_s(3, rows) for rows in range(3, 28)]
+        assert costs.verify_curve(3, 27).tolist() == pytest.approx(points)
 
 
 def test_windows_to_try_differ_and_stay_within_the_largest() -> None:

@@ -22,6 +22,7 @@ from specactor.rollout.speculation.windows import (
     choose,
     padded,
 )
+from tests.rollout.speculation.world import survival
 
 Survivals = list[list[float]]
 PROBABILITY = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.5, 1.0]))  # ties and certainties too
@@ -210,7 +211,7 @@ def test_survivals_from_the_model_fit() -> None:
     for _ in range(50):
         model.observe("easy", 8, 8, asked=8)
         model.observe("hard", 8, 0, asked=8)
-    survivals = [model.survival(request, 8) for request in ("easy", "new", "hard")]
+    survivals = [survival(model, request) for request in ("easy", "new", "hard")]
     choice = best_windows(
         np.array(survivals),
         [8] * 3,
@@ -248,10 +249,6 @@ def option(tokens_per_s: float, factor: float = 1.0) -> Option:
 def drafter(options: dict[str, Option], current: str = "off", margin: float = 0.02) -> str:
     """Plain decoding makes 100 tokens/s."""
     return choose(options, requests=2, plain_s=0.02, current=current, margin=margin).drafter
-
-
-def test_an_option_can_be_printed() -> None:
-    assert str(option(100, factor=2.0)) == "50 tok/s, 3 draft tokens in 80.00 ms"
 
 
 def test_the_fastest_is_chosen_and_the_reason_tells_all() -> None:

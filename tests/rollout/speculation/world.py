@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 from specactor.config import SpeculationConfig
+from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.speculator import Speculator
 from specactor.rollout.speculation.verification import accepted_path
@@ -96,3 +97,9 @@ class World:
 
 def auto(**fields: object) -> SpeculationConfig:
     return SpeculationConfig(**{"mode": "auto", "max_window": 8, **fields})  # type: ignore[arg-type]
+
+
+def survival(model: AcceptanceModel, request_id: str, *, covered: bool = False) -> list[float]:
+    """P(the first j draft tokens are proposed and accepted), by j; `covered`: where they are proposed."""
+    probabilities: list[float] = model.survivals([request_id], covered=covered)[0].tolist()
+    return probabilities
