@@ -48,7 +48,7 @@ class ModelTrainer:
     def __init__(self, config: Config, layout: Layout, built: model.Policy) -> None:
         self.config, self.layout = config, layout
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
-        self.chunks = optimizer.wrap(built, config.train)
+        self.chunks = optimizer.wrap(built)
         self.shared_parameters = share(self.chunks)
         self.optimizer = optimizer.make(self.chunks, built, config.train, config.model.dtype)
         self._host_copies = HostCopies()

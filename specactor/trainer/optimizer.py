@@ -30,7 +30,7 @@ ADAM_EPS = 1e-8
 """PyTorch's and Megatron's default."""
 
 
-def wrap(policy: Policy, train: TrainConfig) -> list[Any]:
+def wrap(policy: Policy) -> list[Any]:
     # Without overlap_param_gather: after a step's last update engines read the parameters.
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=DISTRIBUTED,
