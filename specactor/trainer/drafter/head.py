@@ -69,16 +69,6 @@ def features_of(target: Any, tokens_BT: Tensor, layers: Sequence[int]) -> tuple[
     return torch.cat([output.hidden_states[layer + 1] for layer in layers], dim=-1), output.logits
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self._eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self._eps) * self.weight
-
-
 class _Attention(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -138,8 +128,8 @@ class _Layer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn, self.mlp = _Attention(config), _Mlp(config)
-        self.input_layernorm, self.hidden_norm = RMSNorm(size, eps), RMSNorm(size, eps)
-        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.input_layernorm, self.hidden_norm = nn.RMSNorm(size, eps), nn.RMSNorm(size, eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
 
     def forward(self, embedded: Tensor, hidden: Tensor, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
         both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), -1)
@@ -157,7 +147,7 @@ class Head(nn.Module):
         self.layers: list[int] = config.eagle_config["eagle_aux_hidden_state_layer_ids"]
         self.fc = nn.Linear(len(self.layers) * config.target_hidden_size, config.hidden_size, bias=False)
         self.midlayer = _Layer(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size), persistent=False)
         """[W] int64: the target's ids of the tokens that it can draft."""
