@@ -193,24 +193,18 @@ def export_hf(
 ) -> None:
     """Write `weights`, which every rank iterates, on rank 0, and all else from `source`. Collective; raises
     CheckpointError on all ranks."""
-    writes = dist.get_rank() == 0
     error: Exception | None = None
-    writer: FolderWriter | None = None
-    try:
-        writer = FolderWriter(target) if writes else None
-    except _WRITE_ERRORS as caught:
-        error = caught
-    for name, tensor in weights:  # to the end, whatever happened: it is a collective
-        if writer is not None and error is None:
-            try:
-                writer.add(name, tensor)
-            except _WRITE_ERRORS as caught:
-                error = caught
-    if writer is not None and error is None:
+    left = iter(weights)
+    if dist.get_rank() == 0:
         try:
+            writer = FolderWriter(target)
+            for name, tensor in left:
+                writer.add(name, tensor)
             writer.finish(source, dtype)
         except _WRITE_ERRORS as caught:
             error = caught
+    for _ in left:  # to the end, whatever happened: it is a collective
+        pass
     failed = torch.tensor([int(error is not None)], device=device)
     dist.all_reduce(failed)
     if failed.item():
