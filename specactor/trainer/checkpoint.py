@@ -98,7 +98,8 @@ def write(
     def commit() -> Path:
         if first:
             about = {"format": FORMAT, "step": step, "state": state, "files": digests} | _identity(trainer)
-            _write_durably(folder / "state.json", json.dumps(about))
+            (folder / "state.json").write_text(json.dumps(about))
+            _fsync(folder / "state.json")
             _fsync(folder)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(folder, target)
@@ -280,11 +281,6 @@ def _load_rng(folder: Path) -> None:
         torch.cuda.set_rng_state(states["cuda"])
     tracked = {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")}
     get_cuda_rng_tracker().set_states(tracked)
-
-
-def _write_durably(file: Path, text: str) -> None:
-    file.write_text(text)
-    _fsync(file)
 
 
 def _fsync(path: Path) -> None:
