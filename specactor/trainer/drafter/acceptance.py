@@ -20,15 +20,12 @@ from specactor.trainer.drafter.head import Head
 from specactor.trainer.drafter.states import STATES
 from specactor.trainer.drafter.top_k import vocab_parallel_top_k
 
-CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
     """Shares are of response tokens."""
 
     tokens: int
-    window: int
     accept_length: float  # emitted / verifies with drafts that share the target's noise
     shared: float  # share of positions where the draft with shared noise is the target's token
     overlap: float  # 1 - TV: the most that any drafter that follows this distribution reaches
@@ -59,7 +56,6 @@ def measure(
     count = sum(map(len, shared))
     return Acceptance(
         tokens=count,
-        window=window,
         accept_length=accept_length(shared, window),
         shared=sum(float(agrees[:, 0].sum()) for agrees in shared) / count,
         overlap=overlap / count,
@@ -126,7 +122,7 @@ def with_top_k(
 def _passes(examples: Sequence[TrainingExample], tokens: int) -> Iterator[tuple[list[TrainingExample], losses.Batch]]:
     for indices in losses.plan_micro_batches([len(example.token_ids) for example in examples], 1, tokens)[0]:
         members = [examples[i] for i in indices]
-        yield members, losses.build(members, CPU)
+        yield members, losses.build(members, torch.device("cpu"))
 
 
 def _logprobs(model: Any, batch: losses.Batch) -> Tensor:

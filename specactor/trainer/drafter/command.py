@@ -146,7 +146,7 @@ def run(argv: Sequence[str], console: Console) -> None:
         case EvalOptions():
             found = evaluate(options)
             console.print(
-                f"{found.tokens} tokens, window {found.window}, entropy {found.entropy:.2f} nats\n"
+                f"{found.tokens} tokens, window {options.window}, entropy {found.entropy:.2f} nats\n"
                 f"accept_length {found.accept_length:.2f}\n"
                 f"accepted per token: {found.shared:.3f}, at most {found.overlap:.3f} (1 - TV)",
                 soft_wrap=True,
@@ -206,7 +206,12 @@ def learn(
     )
     trainer.buffer.add(examples)
     if not len(trainer.buffer):
-        raise _nothing_fits(settings)
+        raise ConfigError.at(
+            "distillation.tokens_per_microbatch, buffer_tokens",
+            min(settings.tokens_per_microbatch, settings.buffer_tokens),
+            "more tokens than the shortest prompt",
+            "Raise both to the tokens of a prompt with its response.",
+        )
     deadline = Deadline(time.perf_counter, limit_s, expected_s=0.0, group=group, device=trainer.device)
     if once:  # of what fits the buffer alone
         examples_with_top_k = acceptance.with_top_k(
@@ -217,21 +222,11 @@ def learn(
             go_on=lambda: not deadline.is_over(),
         )
         trainer.buffer.add(examples_with_top_k)
-
     return trainer.refresh(
         limit_s=limit_s - deadline.elapsed_s(),
         clock=time.perf_counter,
         max_updates=updates,
         rate_of=partial(_falling_rate, settings, updates) if updates else None,
-    )
-
-
-def _nothing_fits(settings: DraftTrainingConfig) -> ConfigError:
-    return ConfigError.at(
-        "distillation.tokens_per_microbatch, buffer_tokens",
-        min(settings.tokens_per_microbatch, settings.buffer_tokens),
-        "more tokens than the shortest prompt",
-        "Raise both to the tokens of a prompt with its response.",
     )
 
 
