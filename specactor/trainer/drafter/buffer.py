@@ -8,8 +8,9 @@ Shapes: L tokens, R of the response, K top-k, F numbers of hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,14 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specactor.errors import DataError
+from specactor.replay import records
 from specactor.types import TrainSequence
 
 if TYPE_CHECKING:
     from torch import Tensor
-from collections.abc import Iterator
-from pathlib import Path
-
-from specactor.replay import records
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -197,11 +197,10 @@ def the_transformers() -> Any:
     return transformers
 
 
-def _dense(source: Any, **shape: Any) -> Any:
+def _dense(source: Any, *, seed: int, **shape: Any) -> Any:
     transformers = the_transformers()
     same = ("vocab_size", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id")
     theirs = {name: getattr(source, name, None) for name in same}
-    seed = shape.pop("seed")
     config = transformers.Qwen3Config(**theirs | shape, dtype="float32")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
