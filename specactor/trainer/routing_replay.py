@@ -26,14 +26,14 @@ class RoutingReplay:
         config = policy.config
         config.moe_router_fusion = False  # the fused kernel asks nobody for experts
         self._width = config.num_layers * config.moe_router_topk
-        self._recomputes = config.recompute_granularity == "full"
+        self.recomputes = config.recompute_granularity == "full"
         self._is_divided = config.sequence_parallel
         self.experts_TX: Tensor | None = None
         self.is_forward = self.records = self.repeats = False
         self._layers = []
         for layer in policy.layers():
             if hasattr(layer.mlp, "router"):
-                layer.mlp.router.router_replay = _Layer(self, layer.layer_number - 1, self._recomputes)
+                layer.mlp.router.router_replay = _Layer(self, layer.layer_number - 1)
                 self._layers.append(layer.mlp.router.router_replay)
 
     def check(self, sequences: Sequence[TrainSequence]) -> None:
@@ -86,8 +86,8 @@ class RoutingReplay:
 class _Layer:
     """Stands where Megatron's router asks for its top-k."""
 
-    def __init__(self, replay: RoutingReplay, index: int, recomputes: bool) -> None:
-        self._replay, self._index, self._recomputes = replay, index, recomputes
+    def __init__(self, replay: RoutingReplay, index: int) -> None:
+        self._replay, self._index = replay, index
         self.waiting: deque[Tensor | None] = deque()
         """Taken by forward passes, for the backward passes to come."""
         self._recorded: deque[Tensor] = deque()
@@ -122,6 +122,6 @@ class _Layer:
             given_TK = self._recorded.popleft()
         elif self._replay.experts_TX is not None:
             given_TK = self._replay.experts_TX[:, self._index * topk : (self._index + 1) * topk]
-        if self._recomputes:
+        if self._replay.recomputes:
             self.waiting.append(given_TK)
         return given_TK
