@@ -36,12 +36,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, output of the model) -> (loss, what is added to `Sums`)."""
-Watch = Callable[[MicroBatch], AbstractContextManager[None]]
+Watch = Callable[[MicroBatch], AbstractContextManager[object]]
 """Encloses the forward pass of a chunk over a micro-batch."""
-
-
-def unwatched(_: MicroBatch) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 class ModelTrainer:
@@ -71,7 +67,7 @@ class ModelTrainer:
         optimizer.reload(self.chunks, self.optimizer, self.config.model.dtype, self._host_copies)
 
     def _update(
-        self, items: list[Item], objective: Objective, learning_rate: float, watch: Watch = unwatched
+        self, items: list[Item], objective: Objective, learning_rate: float, watch: Watch = nullcontext
     ) -> tuple[Sums, float, int]:
         """Return (this rank's sums, global gradient norm, micro-batches) of one update."""
         for chunk in self.chunks:
@@ -99,7 +95,7 @@ class ModelTrainer:
         loss_of: Callable[[MicroBatch, Tensor], Tensor],
         *,
         forward_only: bool,
-        watch: Watch = unwatched,
+        watch: Watch = nullcontext,
     ) -> int:
         """Return the number of micro-batches. The last stage calls `loss_of`."""
         plan = self._plan([item.sequence for item in items])

@@ -23,12 +23,11 @@ from specactor.trainer.drafter.top_k import TopKRecorder
 from specactor.trainer.losses import token_weights
 from specactor.trainer.microbatch import Estimate, MicroBatch, items_of
 from specactor.trainer.model_files import export_hf
-from specactor.trainer.model_trainer import ModelTrainer, Objective, unwatched
+from specactor.trainer.model_trainer import ModelTrainer, Objective
 from specactor.trainer.objective import (
     SLACK,
     PolicyObjective,
     Sums,
-    constant_weight,
     cross_entropy,
     reduce_over_ranks,
     response_logprobs,
@@ -137,7 +136,7 @@ class PolicyTrainer(ModelTrainer):
             if self.critic is not None:
                 learned.append(self.critic.learn(items))
             with replay.repeating() if replay is not None else nullcontext():
-                watch = recorder.begin(part) if recorder is not None else unwatched
+                watch = recorder.begin(part) if recorder is not None else nullcontext
                 part_sums, grad_norm, count = self._update(items, objective, learning_rate, watch)
             if recorder is not None:
                 recorder.updated(part)
@@ -159,7 +158,9 @@ class PolicyTrainer(ModelTrainer):
 
     def supervised_step(self, sequences: Sequence[TrainSequence], *, learning_rate: float) -> float:
         """Make one update on cross entropy; return the loss. Collective; raises as `train_step`."""
-        weight = constant_weight(len(checked(sequences)), self.config.rollout.max_new_tokens)
+        # The number of tokens is a constant, since a mean over them would reward short responses: of two ways to answer,
+        # the one with fewer tokens would get the larger gradient per token.
+        weight = 1 / (len(checked(sequences)) * self.config.rollout.max_new_tokens)
         items = items_of(sequences, [weight] * len(sequences), None, None)
         sums, grad_norm, _ = self._update(items, cross_entropy, learning_rate)
         total, grad_norm = reduce_over_ranks([sums], grad_norm, self.device)

@@ -5,8 +5,8 @@ Shapes as in `trainer.logprobs`; K top-k, R response positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,9 +20,8 @@ from specactor.trainer.logprobs import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
     from specactor.trainer.microbatch import MicroBatch
+    from specactor.trainer.model_trainer import Objective, Watch
     from specactor.types import TrainSequence
-
-    Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 SURELY_NOT = -60.0
 """Log-probability of what is not there: finite, since 0 times -inf is not 0."""
@@ -95,10 +94,10 @@ class TopKRecorder:
 
         return observed
 
-    def begin(self, sequences: Sequence[TrainSequence]) -> Callable[[MicroBatch], AbstractContextManager[None]]:
+    def begin(self, sequences: Sequence[TrainSequence]) -> Watch:
         """Return what encloses the next update's forward passes."""
         if self.states is None:
-            return lambda _: nullcontext()
+            return nullcontext
         self.states.begin(sequences)
         return self.states.forward
 
