@@ -183,12 +183,6 @@ def _larger(a: float, b: float) -> float:
     return a if math.isnan(a) or a > b else b
 
 
-def constant_weight(num_sequences: int, tokens_per_sequence: int) -> float:
-    # A mean over tokens would reward short responses: of two ways to answer, the one with fewer tokens would get the
-    # larger gradient per token. So the number of tokens is a constant.
-    return 1 / (num_sequences * tokens_per_sequence)
-
-
 def cross_entropy(batch: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (loss, sums) of a supervised micro-batch at temperature 1."""
     logprobs_R, _ = response_logprobs(batch, logits_1TV, 1.0)
