@@ -114,7 +114,7 @@ def build(model_dir: Path, *, dtype: str, train: TrainConfig, scalar: bool = Fal
     ConfigError for a model that cannot be represented."""
     settle_arithmetic(dtype, deterministic=train.deterministic)
     local_spec = not has_transformer_engine()
-    bridge = _make_bridge(model_dir, DTYPES[dtype], local_spec, train, scalar=scalar)
+    bridge = _make_bridge(model_dir, dtype, local_spec, train, scalar=scalar)
     if scalar:
         bridge.hf_config.tie_word_embeddings = False
     with contextlib.redirect_stdout(io.StringIO()):  # it prints parameter counts
@@ -167,14 +167,14 @@ def read_hf_config(model_dir: Path) -> Any:
     return config
 
 
-def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, train: TrainConfig, *, scalar: bool) -> Any:
+def _make_bridge(model_dir: Path, dtype: str, local_spec: bool, train: TrainConfig, *, scalar: bool) -> Any:
     hf_config = read_hf_config(model_dir)
     known = mbridge.AutoBridge.list_supported_models()
     if hf_config.model_type not in known:
         raise ConfigError.at(
             "model.path", hf_config.model_type, f"one of {sorted(known)}", "Choose a model of a supported type."
         )
-    bridge = mbridge.AutoBridge.from_config(hf_config, dtype=dtype)
+    bridge = mbridge.AutoBridge.from_config(hf_config, dtype=DTYPES[dtype])
     pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
     settings: dict[str, Any] = {
         "attention_dropout": 0.0,
@@ -192,12 +192,8 @@ def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, train: T
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif train.recompute == "selective":
         settings |= {"recompute_granularity": "selective"}
-    settings |= fusions.fields(
-        fusions.present(),
-        gpu=torch.cuda.is_available(),
-        dtype="bfloat16" if dtype is torch.bfloat16 else "float32",
-        deterministic=train.deterministic,
-    )
+    present, gpu = fusions.present(), torch.cuda.is_available()
+    settings |= fusions.fields(present, gpu=gpu, dtype=dtype, deterministic=train.deterministic)
     if local_spec:
         settings |= {"use_cpu_initialization": True, "moe_grouped_gemm": False, "moe_shared_expert_overlap": False}
     if scalar:

@@ -43,7 +43,8 @@ Watch = Callable[[MicroBatch], AbstractContextManager[object]]
 class ModelTrainer:
     def __init__(self, config: Config, layout: Layout, built: model.Policy) -> None:
         self.config, self.layout = config, layout
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         self.chunks = optimizer.wrap(built)
         self.shared_parameters = share(self.chunks)
         self.optimizer = optimizer.make(self.chunks, built, config.train, config.model.dtype)
@@ -156,6 +157,3 @@ class ModelTrainer:
         everywhere = found.to(self.device)
         dist.all_reduce(everywhere)  # every token was found by one rank; the others add zero
         return list(torch.split(everywhere.cpu(), [s.response_len for s in sequences]))
-
-
-_CPU = torch.device("cpu")

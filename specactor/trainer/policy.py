@@ -158,8 +158,8 @@ class PolicyTrainer(ModelTrainer):
 
     def supervised_step(self, sequences: Sequence[TrainSequence], *, learning_rate: float) -> float:
         """Make one update on cross entropy; return the loss. Collective; raises as `train_step`."""
-        # The number of tokens is a constant, since a mean over them would reward short responses: of two ways to answer,
-        # the one with fewer tokens would get the larger gradient per token.
+        # The number of tokens is a constant, since a mean over them would reward short responses: of two ways to
+        # answer, the one with fewer tokens would get the larger gradient per token.
         weight = 1 / (len(checked(sequences)) * self.config.rollout.max_new_tokens)
         items = items_of(sequences, [weight] * len(sequences), None, None)
         sums, grad_norm, _ = self._update(items, cross_entropy, learning_rate)

@@ -171,8 +171,7 @@ def _distil(
 
     target, model = collective.together("draft model", make)
     group = (control_group() or dist.group.WORLD) if collective.world > 1 else None
-    limit_s = DRAFT_LIMIT_S
-    stats = learn(target, model, examples, settings, seed=seed, limit_s=limit_s, updates=updates, group=group)
+    stats = learn(target, model, examples, settings, seed=seed, limit_s=DRAFT_LIMIT_S, updates=updates, group=group)
 
     def write() -> None:
         if collective.rank == 0 and not folder.exists():  # else another run has made the same meanwhile
