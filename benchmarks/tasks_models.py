@@ -193,7 +193,7 @@ def right(target: Any, draft: Any, responses: Sequence[TrainingExample]) -> tupl
     hits: list[Hits] = [np.zeros(0, np.bool_)] * len(responses)
     entropies = [0.0] * len(responses)
     for members in losses.plan_micro_batches([len(x.token_ids) for x in responses], 1, 4096)[0]:
-        batch = losses.build([responses[i] for i in members], acceptance.CPU)
+        batch = losses.build([responses[i] for i in members], torch.device("cpu"))
         logp_NV, logq_NV = (
             losses.draft_logprobs(
                 model(input_ids=batch.tokens_BT, use_cache=False).logits.flatten(0, 1)[batch.row_N],

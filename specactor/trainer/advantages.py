@@ -1,10 +1,7 @@
-"""Advantages of the responses of one RL step, and what is done to rewards before. PURE: floats in, floats out.
+"""Advantages of the responses of one RL step. PURE.
 
-Notation: one group = the n responses to one prompt, with rewards r_1..r_n; m = mean(r).
-Standard deviations are sample ones (divisor n - 1), as in TRL and verl; the papers write ``std`` and leave it open.
-
-Invariants: adding a constant to a group's rewards changes none of its advantages; a group's advantages sum to zero;
-permuting a group permutes its advantages, exactly; a group of equal rewards gets exact zeros.
+Invariants: adding a constant to a group's rewards changes none of its advantages; they sum to zero; permuting a group
+permutes them exactly; a group of equal rewards gets exact zeros.
 """
 
 from __future__ import annotations
@@ -18,18 +15,16 @@ from specactor.errors import DataError
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
 
 STD_EPS = 1e-6
-"""Added to a standard deviation before dividing by it; far below the spread of any real reward."""
+"""Added to a standard deviation before dividing by it."""
 
 
 def group_advantages(rewards_by_group: Sequence[Sequence[float]], kind: AdvantageKind) -> list[list[float]]:
-    """Advantage of every response, in the shape of `rewards_by_group`.
+    """Return every response's advantage; r_i are a group's rewards, with mean m and sample standard deviation std(r).
 
     - grpo: (r_i - m) / (std(r) + eps), arXiv 2402.03300 section 4.1.2.
-    - dr_grpo: r_i - m, arXiv 2503.20783: without the division, which favours prompts of little spread.
-    - rloo: r_i - mean of the *other* rewards of the group, arXiv 2402.14740; equals n/(n-1) (r_i - m).
-    - reinforce_pp: a_i = r_i - m, then a_i / (std over all responses of the step + eps), arXiv 2501.03262, the variant
-      with a group baseline. Every response counts once in that std (not once per token), and the mean over the
-      step needs no subtraction, because every group's is already zero.
+    - dr_grpo: r_i - m, arXiv 2503.20783.
+    - rloo: r_i - mean of the *other* rewards = n/(n-1) (r_i - m), arXiv 2402.14740.
+    - reinforce_pp: (r_i - m) / (std of r - m over the step + eps), arXiv 2501.03262 with a group baseline.
 
     Raises DataError for a group of fewer than two responses, or a reward that is not finite.
     """
@@ -51,17 +46,12 @@ def group_advantages(rewards_by_group: Sequence[Sequence[float]], kind: Advantag
 
 
 def informative(rewards: Sequence[float]) -> bool:
-    """Return whether a group teaches anything: its rewards are not all equal (dynamic sampling, arXiv 2503.14476 eq.
-    11)."""
+    """Return whether not all rewards are equal (dynamic sampling, arXiv 2503.14476 eq. 11)."""
     return any(r != rewards[0] for r in rewards)
 
 
 def shape_overlong(reward: float, length: int, max_new_tokens: int, buffer: int) -> float:
-    """The reward after DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13.
-
-    Nothing is lost up to ``max_new_tokens - buffer`` tokens, then linearly more, and 1 from `max_new_tokens` on.
-    ``buffer = 0`` switches it off.
-    """
+    """Subtract DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13."""
     if buffer == 0:
         return reward
     over = length - (max_new_tokens - buffer)
@@ -89,8 +79,7 @@ def _centred(rewards: Sequence[float]) -> list[float]:
 
 
 def _std(centred: Sequence[float]) -> float:
-    """Sample standard deviation of values whose mean is zero."""
-    return math.sqrt(math.fsum(a * a for a in centred) / (len(centred) - 1))
+    return math.sqrt(math.fsum(a * a for a in centred) / (len(centred) - 1))  # n - 1: as TRL and verl
 
 
 def _scaled(centred: Sequence[float], std: float) -> list[float]:

@@ -1,14 +1,10 @@
-"""Checkpoints of the whole training state: policy, optimizer, random states, and what the caller needs to go on.
-
-A checkpoint is a folder ``step-000010`` with Megatron's distributed format, ``rng-<rank>.safetensors`` and
-``state.json``.
+"""Checkpoints of the whole training state, in folders named ``step-000010``.
 
 Invariants:
-1. A folder is renamed into place as the last act of saving, after everything in it, and the step's metrics, are on
-   disk: a folder with that name is whole.
-2. Every file's size and digest are in ``state.json`` and are checked before anything is loaded.
+1. A folder is whole: it gets its name last, after its files and the step's metrics are on disk.
+2. Sizes and digests of files, in ``state.json``, are checked before anything is loaded.
 3. All ranks save and load, or all ranks raise.
-4. After `load` under the same layout in float32, training goes on bit for bit as if it had not stopped.
+4. After `load` under the same layout in float32, training goes on bit for bit.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _CRITIC = "critic"
-"""Folder in a checkpoint, with algorithm.advantage = gae."""
+"""The critic's folder in a checkpoint."""
 _NAME = re.compile(r"step-(\d{6,})")
 _MODEL_FIELDS = (
     "model_type",
@@ -55,7 +51,7 @@ _MODEL_FIELDS = (
 
 
 def latest(root: Path) -> Path | None:
-    """The newest whole checkpoint in `root`; removes what an interrupted save left behind. Not collective."""
+    """Return the newest whole checkpoint; remove what an interrupted save left. Not collective."""
     if not root.is_dir():
         return None
     for stale in root.glob("step-*.tmp"):
@@ -73,13 +69,9 @@ def write(
     keep: int = 2,
     beside: Callable[[Path], None] = lambda folder: None,
 ) -> Callable[[], Path]:
-    """Write ``root/step-<step>`` under another name; the function that is returned makes it whole. Both are collective.
-
-    That removes all but the newest `keep`, and those of later steps, which a resume from an earlier one left.
-
-    `state` is the caller's, the same on all ranks, of JSON types; `beside` writes further files into the folder, in
-    folders of their own, and is called on every rank. Raises CheckpointError where the disk fails.
-    """
+    """Write a checkpoint under a temporary name; return the function that commits it, and removes all but the newest
+    `keep`. Both are collective. `state` is JSON, equal on all ranks; `beside` adds files on every rank. Raises
+    CheckpointError where the disk fails."""
     from specactor.trainer import model_files
 
     collective = Collective()
@@ -106,7 +98,8 @@ def write(
     def commit() -> Path:
         if first:
             about = {"format": FORMAT, "step": step, "state": state, "files": digests} | _identity(trainer)
-            _write_durably(folder / "state.json", json.dumps(about))
+            (folder / "state.json").write_text(json.dumps(about))
+            _fsync(folder / "state.json")
             _fsync(folder)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(folder, target)
@@ -120,17 +113,14 @@ def write(
 def _prune(root: Path, newest: Path, keep: int) -> None:
     found = _checkpoints(root)
     history = found[: found.index(newest) + 1]
+    # A resume from an earlier step left those of later ones.
     for other in [*found[len(history) :], *history[:-keep]]:
         shutil.rmtree(other, ignore_errors=True)
 
 
 def load(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
-    """Restore `trainer` from a checkpoint folder; returns the caller's state. Collective.
-
-    Under another layout than it was saved with, random states are not restored (nothing in the policy draws from them).
-    Raises CheckpointError for a checkpoint that is missing, damaged, of another model, or of a layout that cannot
-    be loaded; the trainer is then unchanged, unless Megatron itself failed half-way.
-    """
+    """Restore `trainer`; return the caller's state. Collective. Raises CheckpointError for a checkpoint that is
+    missing, damaged or does not fit; the trainer is then unchanged, unless Megatron failed half-way."""
     from specactor.trainer import model_files
 
     collective = Collective()
@@ -138,13 +128,13 @@ def load(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
     model_files.load(trainer.chunks, trainer.optimizer, path)
     if trainer.critic is not None:
         model_files.load(trainer.critic.chunks, trainer.critic.optimizer, path / _CRITIC)
-    if about["layout"] == asdict(trainer.layout):
+    if about["layout"] == asdict(trainer.layout):  # else they do not fit; nothing in the policy draws from them
         _on_all(collective, f"{path}: could not be loaded", lambda: _load_rng(path))
     return dict(about["state"])
 
 
 def _on_all(collective: Collective, what: str, work: Callable[[], Any]) -> Any:
-    """Local work on every rank; where it fails on one, CheckpointError on all."""
+    """Where the work fails on one rank, raise CheckpointError on all."""
     try:
         return collective.together("checkpoint", work)
     except (OSError, SafetensorError) as error:
@@ -154,13 +144,11 @@ def _on_all(collective: Collective, what: str, work: Callable[[], Any]) -> Any:
 
 
 def _checkpoints(root: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
     steps = {int(match[1]): path for path in root.iterdir() if (match := _NAME.fullmatch(path.name))}
     return [steps[step] for step in sorted(steps)]
 
 
 def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
-    """Return what must fit when a checkpoint is loaded."""
     from specactor.trainer import optimizer  # Megatron, which who only looks for checkpoints does without
 
     hf = trainer.policy.bridge.hf_config
@@ -176,7 +164,6 @@ def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
 
 
 def _read(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
-    """``state.json`` of a checkpoint that is whole and can be loaded into `trainer`."""
     file = path / "state.json"
     if not path.is_dir() or not file.is_file():
         there = "no such folder" if not path.is_dir() else "a folder without state.json"
@@ -240,12 +227,11 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
 
 
 def _share(names: list[str]) -> list[str]:
-    """The files that this rank reads; every file is read by one rank."""
+    """Every file is read by one rank."""
     return sorted(names)[dist.get_rank() :: dist.get_world_size()]
 
 
 def _digests(folder: Path, *, fsync: bool = False) -> dict[str, str]:
-    """Size and digest of this rank's share of the files."""
     names = _share([file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()])
     if fsync:
         for name in names:
@@ -295,11 +281,6 @@ def _load_rng(folder: Path) -> None:
         torch.cuda.set_rng_state(states["cuda"])
     tracked = {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")}
     get_cuda_rng_tracker().set_states(tracked)
-
-
-def _write_durably(file: Path, text: str) -> None:
-    file.write_text(text)
-    _fsync(file)
 
 
 def _fsync(path: Path) -> None:

@@ -1,8 +1,4 @@
-"""The critic of PPO (arXiv 1707.06347): a second model of the policy's shape, which gives a value per token.
-
-Its layouts, packing and optimizer are the policy's; its output layer is one number per token. It starts from the
-policy's weights and expects 0 everywhere.
-"""
+"""The critic of PPO (arXiv 1707.06347): a second model of the policy's shape and weights, with one output per token."""
 
 from __future__ import annotations
 
@@ -28,40 +24,35 @@ from specactor.types import TrainSequence
 
 @dataclass(frozen=True, kw_only=True)
 class CriticStats:
-    """Figures of one RL step, equal on all ranks."""
-
     loss: float
     """Mean over the step's updates."""
     grad_norm: float
     """Global, before clipping; mean over the step's updates."""
     explained_variance: float
-    """Share of the returns' variance that the values before the step explain: 1 at best, 0 for a constant."""
+    """Share of the returns' variance that the values before the step explain; 1 at best."""
     clip_fraction: float
     """Share of response tokens whose value had moved as far as it may."""
 
 
 class Critic(ModelTrainer):
-    """The model that expects rewards. All methods are collective."""
+    """Predicts rewards. All methods are collective."""
 
     def __init__(self, config: Config, layout: Layout, model_dir: Path) -> None:
-        """Load the weights below the output layer from a Hugging Face folder."""
+        """Load all but the output layer."""
         built = model.build(model_dir, dtype=config.model.dtype, train=config.train, scalar=True)
         super().__init__(config, layout, built)
 
     @classmethod
     def of(cls, config: Config, layout: Layout, model_dir: Path) -> Critic | None:
-        """The critic that the recipe asks for, if it does."""
         return cls(config, layout, model_dir) if config.algorithm.advantage == "gae" else None
 
     def estimates(self, updates: Sequence[Sequence[TrainSequence]]) -> list[Sequence[Estimate]]:
-        """Values, returns, and advantages that are whitened over all of the step, per update and sequence.
-
-        What an environment said takes no part: the value before a turn follows on the last one of the turn before.
-        """
+        """Return each sequence's values, returns, and advantages whitened over the step."""
         settings = self.config.algorithm.critic
         sequences = [sequence for part in updates for sequence in part]
         masks = [torch.tensor(s.loss_mask or (True,) * s.response_len, dtype=torch.bool) for s in sequences]
         values = [own for part in updates for own in self._per_token(part, values_R)]
+        # What an environment said takes no part: a turn's first value follows on the last one of the turn before.
         sampled = [own[mask] for own, mask in zip(values, masks, strict=True)]
         rewards = [sequence.reward for sequence in sequences]
         estimate = partial(gae_of_turns, turns=list(map(turn_numbers, masks))) if settings.level == "turn" else gae
@@ -71,12 +62,11 @@ class Critic(ModelTrainer):
         return [[next(found) for _ in part] for part in updates]
 
     def learn(self, items: list[Item]) -> tuple[Sums, float]:
-        """One update of the values towards their returns; (this rank's sums, gradient norm)."""
+        """Return (this rank's sums, gradient norm) of one update towards the returns."""
         sums, grad_norm, _ = self._update(items, self._objective, self.config.algorithm.critic.learning_rate)
         return sums, grad_norm
 
     def stats(self, estimates: Sequence[Sequence[Estimate]], learned: Sequence[tuple[Sums, float]]) -> CriticStats:
-        """Return what the updates of a step did, from what each `learn` returned."""
         norm = sum(grad_norm for _, grad_norm in learned) / len(learned)
         total, norm = reduce_over_ranks([sums for sums, _ in learned], norm, self.device)
         flat = [estimate for part in estimates for estimate in part]
@@ -92,7 +82,7 @@ class Critic(ModelTrainer):
         )
 
     def offload(self) -> None:
-        """Take it off the device, since engines need nothing of it: on a GPU its weights go to host memory, too."""
+        """Also move weights to host memory, since engines need none."""
         super().offload()
         for buffer in self._buffers():
             buffer.offload_to_cpu(move_params=True, move_grads=False)
@@ -103,8 +93,7 @@ class Critic(ModelTrainer):
         super().reload()
 
     def _buffers(self) -> Iterator[Any]:
-        """Megatron's buffers of parameters and gradients; on a CPU none, since nothing is handed over."""
-        if torch.cuda.is_available():
+        if torch.cuda.is_available():  # on a CPU nothing is handed over
             for chunk in self.chunks:
                 yield from chunk.buffers + chunk.expert_parallel_buffers
 
@@ -120,7 +109,7 @@ class Critic(ModelTrainer):
 
 
 def _placed(mask_T: Tensor, values_S: Tensor) -> Tensor:
-    """Values of the tokens that were sampled at their places among all, with nan, which nobody reads, elsewhere."""
+    """Put values at the places of sampled tokens, and nan elsewhere."""
     values_T = torch.full(mask_T.shape, math.nan, dtype=values_S.dtype)
     values_T[mask_T] = values_S
     return values_T

@@ -1,8 +1,5 @@
-"""Which of Megatron's kernels that join several operations are on, by what is there and what a run asks for.
-
-Off is what changes results for speed alone. In float32, which is there to be compared with engines, the forward pass is
-PyTorch's own. With `train.deterministic` nothing is on whose bits depend on which variant of a kernel was faster.
-"""
+"""Which of Megatron's fused kernels are on. In float32, which is compared with engines, the forward pass is PyTorch's
+own. With `train.deterministic` no result depends on which variant of a kernel was faster."""
 
 from __future__ import annotations
 
@@ -10,9 +7,9 @@ import importlib.util
 from collections.abc import Mapping
 
 UNUSED = ("masked_softmax_fusion", "persist_layer_norm", "cross_entropy_loss_fusion")
-"""Of attention, norms and a loss that these models do not have: TransformerEngine and the trainer have their own."""
+"""TransformerEngine and the trainer have their own attention, norms and loss."""
 GRADIENTS = "fused_weight_gradient_mlp_cuda"
-"""Module of apex that adds a weight's gradient to the sum in one pass. Megatron's output layer asks for it by name, so
+"""apex's module that adds a weight's gradient in one pass. Megatron's output layer asks for it by name, so
 TransformerEngine's own does not do."""
 NEEDS = {
     "apply_rope_fusion": "transformer_engine",
@@ -21,16 +18,15 @@ NEEDS = {
     "bias_dropout_fusion": "transformer_engine",
     "gradient_accumulation_fusion": GRADIENTS,
 }
-"""Megatron's field -> the module without which it stays off."""
+"""Megatron's field -> the module that it needs."""
 
 
 def present() -> dict[str, bool]:
-    """Return which of the modules are installed here."""
     return {name: importlib.util.find_spec(name) is not None for name in sorted({*NEEDS.values()})}
 
 
 def fields(present: Mapping[str, bool], *, gpu: bool, dtype: str, deterministic: bool) -> dict[str, bool]:
-    """Return fields of Megatron's TransformerConfig. Args: which of the modules in `NEEDS` are `present`."""
+    """Return fields of Megatron's TransformerConfig."""
     fused = gpu and present["transformer_engine"]
     rounds = dtype == "bfloat16"
     return dict.fromkeys(UNUSED, False) | {
@@ -47,7 +43,7 @@ def fields(present: Mapping[str, bool], *, gpu: bool, dtype: str, deterministic:
 
 
 def told(on: Mapping[str, bool]) -> tuple[str, str]:
-    """Return which are on and which are off, in words."""
+    """Return (on, off) in words."""
     names = {field: field.removesuffix("_fusion").replace("_", " ") for field in NEEDS}
     is_on, is_off = (", ".join(name for field, name in names.items() if on[field] is which) for which in (True, False))
     return is_on or "none", is_off

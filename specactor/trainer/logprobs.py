@@ -1,10 +1,8 @@
-"""Log-probabilities and entropies of tokens over a vocabulary that is sharded over ranks.
+"""Log-probabilities and entropies over a vocabulary that is sharded over ranks.
 
-Shapes: T tokens; V entries of the vocabulary on this rank (rank r of the group holds ids r*V .. (r+1)*V - 1).
+Shapes: T tokens; V entries of the vocabulary on this rank (rank r holds ids r*V .. (r+1)*V - 1).
 
-No rank ever holds the whole vocabulary. One buffer of shape (T, V), at least float32, is made: the softmax, which the
-backward pass turns into the gradient in place. A second backward pass through the same graph is therefore an error of
-autograd ("modified by an inplace operation"), never a wrong gradient.
+The backward pass overwrites the one (T, V) buffer, so a second one is an error of autograd, never a wrong gradient.
 """
 
 from __future__ import annotations
@@ -17,22 +15,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = 2**20
-"""Rows are worked through in chunks of about this many elements, which bounds temporaries to 4 MiB in float32."""
+"""Elements of the rows that are worked through at once: temporaries stay within 4 MiB in float32."""
 
 
 def vocab_parallel_logprobs(
     logits_TV: Tensor, targets_T: Tensor, *, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target, and entropy of each distribution, of softmax(logits / temperature), in nats.
+    """Return (log-probability of each target, entropy) of softmax(logits / temperature), in nats, at least float32.
 
-    Args:
-        logits_TV: this rank's shard of the vocabulary; the rows are the same tokens on every rank of `group`.
-        targets_T: int64 ids in the whole vocabulary, the same on every rank of `group`.
-        group: ranks that share the vocabulary; None: this rank holds all of it.
-
-    Returns:
-        (logprobs_T, entropy_T), at least float32, the same on every rank. The gradient of logprobs_T reaches this
-        rank's logits without communication; entropy_T carries none.
+    `targets_T` are ids in the whole vocabulary. Results are the same on every rank of `group` (None: this rank holds
+    all). The gradient needs no communication; entropies have none.
     """
     if group is not None and dist.get_world_size(group) == 1:
         group = None
@@ -68,18 +60,17 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_T: Tensor | None, _grad_entropy_T: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
-        """d logprob / d logit_v = (1[v = target] - p_v) / temperature."""
         if grad_T is None:
             return None, None, None, None
         grad_TV, local_T, mine_T = ctx.saved_tensors
-        grad_T = grad_T / ctx.temperature
+        grad_T = grad_T / ctx.temperature  # d logprob / d logit_v = (1[v = target] - p_v) / temperature
         grad_TV.mul_(-grad_T[:, None])
         grad_TV.scatter_add_(1, local_T[:, None], (grad_T * mine_T)[:, None])
         return grad_TV.to(ctx.dtype), None, None, None
 
 
 def _local_targets(targets_T: Tensor, shard_size: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Column of each target in this rank's shard (0 where it is elsewhere), and whether it is here."""
+    """Return (each target's column in this shard, or 0; whether it is there)."""
     start = 0 if group is None else dist.get_rank(group) * shard_size
     local_T = targets_T - start
     mine_T = (local_T >= 0) & (local_T < shard_size)
@@ -87,7 +78,7 @@ def _local_targets(targets_T: Tensor, shard_size: int, group: dist.ProcessGroup 
 
 
 def _exponentiate(buffer_TV: Tensor, max_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Turns logits into exp(x), x = logit - max, in place; returns sums over this shard of exp(x) and exp(x) x."""
+    """Turn logits into exp(x), x = logit - max, in place; return sums of exp(x) and exp(x) x."""
     sum_T, moment_T = torch.empty_like(max_T), torch.empty_like(max_T)
     rows = max(1, CHUNK_ELEMENTS // max(1, buffer_TV.shape[1]))
     lowest = torch.finfo(buffer_TV.dtype).min  # a logit of -inf would make exp(x) x = 0 * inf

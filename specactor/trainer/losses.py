@@ -1,15 +1,8 @@
-"""Losses of the policy, token by token, and weights that correct for how tokens were sampled. PURE, but for tensors.
+"""Losses of policy and critic per token, and weights that correct for how tokens were sampled. PURE.
 
-Shapes: T packed response tokens of one micro-batch on this rank, S sequences of the micro-batch. Prompt and padding
-tokens are not among the T. Log-probabilities are natural, at the sampling temperature.
+Shapes: T response tokens of a micro-batch on this rank, S sequences.
 
-The loss of an optimizer update is sum over all its tokens, on all ranks, of ``weight * loss``, with the weights of
-`token_weights`. These follow from the whole update's lengths, so the loss does not depend on how sequences are
-spread over ranks and micro-batches.
-
-Engines round otherwise than the trainer, and a response in parts has tokens of older policies. So a token's loss is
-multiplied by a weight made of the ratio exp(trainer - sampled): of the policy before the update, and of the very policy
-that the token was drawn from.
+An update's loss is the sum over its tokens, on all ranks, of ``weight * loss``, whatever its micro-batches are.
 """
 # ruff: noqa: N802 (names of functions end in the shape that they return)
 
@@ -28,7 +21,7 @@ LossKind = Literal["ppo_clip", "gspo", "cispo"]
 Aggregation = Literal["sequence_mean", "token_mean", "fixed_length"]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are held within +-20 before exp: e^20 = 5e8 is beyond any useful ratio and keeps float32 finite."""
+"""Log-ratios are clamped to +-20 before exp, which keeps float32 finite."""
 
 
 def policy_loss_T(
@@ -43,40 +36,27 @@ def policy_loss_T(
     num_sequences: int,
     sum_over_context: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Loss of every token, and whether clipping changed that token's gradient.
+    """Return (loss of every token; whether clipping changed its gradient).
 
-    With r = exp(logprob - old), bounds [1 - clip_low, 1 + clip_high] and advantage A:
-
-    - ppo_clip: max(-A r, -A clip(r)), arXiv 1707.06347 eq. 7. GRPO uses it; DAPO (arXiv 2503.14476) with
-      clip_high > clip_low.
-    - gspo: the same with one ratio per sequence, s = exp(mean over its tokens of logprob - old), arXiv 2507.18071
-      eq. 7, in the token form of eq. 13-14: the value of s, the gradient of each token's own log-probability. With
-      aggregation = sequence_mean its gradient is that of the sequence objective. Clip ranges are much
-      smaller here (3e-4 to 4e-4 in the paper).
-    - cispo: -stopgrad(clip(r)) A logprob, arXiv 2506.13585 eq. 4: a clipped token keeps its gradient, with a
-      bounded weight. The paper has no lower bound: bring clip_low near 1.
+    The ratio exp(logprob - old) is clipped to [1 - clip_low, 1 + clip_high].
 
     Args:
-        old_logprobs_T: of the policy that sampled, as the trainer computes them; no gradient flows into them.
-        advantages_T: equal for all tokens of a sequence.
-        sequence_T: int64, 0 <= sequence_T < num_sequences; the sequence of each token. Ranks of one context-parallel
-            group number the sequences alike. Read by gspo only, like the two that follow.
-        sum_over_context: sums a float tensor of shape (S) over the context-parallel group (in place or not); the
-            identity without context parallelism. It is called the same number of times on every rank, also with T = 0.
-
-    Returns:
-        (loss_T, clipped_T): floats that carry the gradient; bool.
+        old_logprobs_T: of the policy that sampled, as the trainer computes them.
+        sequence_T: each token's sequence, numbered alike on a context-parallel group; for gspo, like the next two.
+        sum_over_context: sums a tensor (S) over that group. Every rank calls it equally often, also with T = 0.
     """
     old_logprobs_T, advantages_T = old_logprobs_T.detach(), advantages_T.detach()
     log_ratio_T = logprobs_T - old_logprobs_T
     match kind:
-        case "ppo_clip":
+        case "ppo_clip":  # arXiv 1707.06347 eq. 7; DAPO's (arXiv 2503.14476) with clip_high > clip_low
             return _pessimistic(_ratio(log_ratio_T), advantages_T, clip_low, clip_high)
+        # arXiv 2507.18071 eq. 13-14, with clip ranges of 3e-4 to 4e-4. With aggregation = sequence_mean its gradient is
+        # that of the objective with one ratio per sequence.
         case "gspo":
             mean_S = _sequence_mean_S(log_ratio_T.detach(), sequence_T, num_sequences, sum_over_context)
             own_T = logprobs_T - logprobs_T.detach()  # zero, with the gradient of logprobs
             return _pessimistic(_ratio(mean_S)[sequence_T] * own_T.exp(), advantages_T, clip_low, clip_high)
-        case "cispo":
+        case "cispo":  # arXiv 2506.13585 eq. 4, which has no lower bound: bring clip_low near 1
             ratio_T = _ratio(log_ratio_T.detach())
             weight_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
             return -weight_T * advantages_T * logprobs_T, (weight_T != ratio_T) & (advantages_T != 0)
@@ -85,12 +65,8 @@ def policy_loss_T(
 
 
 def token_weights(response_lens: Sequence[int], aggregation: Aggregation, max_new_tokens: int) -> list[float]:
-    """Weight of each token of every sequence; `response_lens` are those of the *whole* update, from all ranks.
-
-    With S sequences: sequence_mean 1 / (S len), GRPO; token_mean 1 / (all tokens), DAPO; fixed_length
-    1 / (S max_new_tokens), Dr.GRPO. A sequence without tokens counts in S and has weight 0 under sequence_mean.
-    Raises DataError when no sequence has a token, or for a negative length.
-    """
+    """Return the weight of each token of every sequence, from the lengths of the *whole* update, on all ranks. Raises
+    DataError when no sequence has a token, or for a negative length."""
     num_sequences, total = len(response_lens), sum(response_lens)
     if total == 0 or min(response_lens) < 0:
         raise DataError(
@@ -98,23 +74,20 @@ def token_weights(response_lens: Sequence[int], aggregation: Aggregation, max_ne
             "at least one token. Leave out an update that has nothing to learn from."
         )
     match aggregation:
-        case "sequence_mean":
+        case "sequence_mean":  # GRPO
             return [1 / (num_sequences * n) if n else 0.0 for n in response_lens]
-        case "token_mean":
+        case "token_mean":  # DAPO
             return [1 / total] * num_sequences
-        case "fixed_length":
+        case "fixed_length":  # Dr.GRPO
             return [1 / (num_sequences * max_new_tokens)] * num_sequences
         case _:
             assert_never(aggregation)
 
 
 def kl_T(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """Estimate KL(policy || reference) from every sampled token, to be added to its loss.
-
-    With d = reference - policy log-probability it is k3 = exp(d) - 1 - d (J. Schulman, "Approximating KL Divergence",
-    2020): unbiased, never negative; GRPO's (arXiv 2402.03300 eq. 4). Its gradient is an unbiased one of
-    KL(reference || policy): alike near the reference, different far from it.
-    """
+    """Estimate KL(policy || reference) from every sampled token: k3, unbiased and never negative (J. Schulman,
+    "Approximating KL Divergence", 2020; arXiv 2402.03300 eq. 4). Its gradient estimates that of KL(reference ||
+    policy)."""
     d_T = (ref_logprobs_T.detach() - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(d_T) - d_T
 
@@ -124,13 +97,8 @@ def gae(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return (advantages, returns) of the tokens of every response, float64.
 
-    Generalised advantage estimation, arXiv 1506.02438 eq. 16: A_t = d_t + gamma decay A_(t+1) with
-    d_t = r_t + gamma V_(t+1) - V_t. A response earns its reward with its last token, after which nothing is expected,
-    also where it was cut. Returns, which values are to become, are A_t + V_t.
-
-    Args:
-        values: per response, expected reward before each of its tokens.
-        decay: the paper's lambda.
+    Generalised advantage estimation, arXiv 1506.02438 eq. 16, with lambda as `decay`. The last token earns the reward,
+    and nothing is expected after it. `values` are the rewards expected before each token.
     """
     longest = max(map(len, values), default=0)
     values_ST = torch.zeros(len(values), longest + 1, dtype=torch.float64)  # responses end in the last column but one
@@ -150,15 +118,10 @@ def gae(
 def gae_of_turns(
     values: Sequence[Tensor], rewards: Sequence[float], *, turns: Sequence[Tensor], gamma: float, decay: float
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (advantages, returns) of the tokens of every response, float64, where a step is a whole turn (turn-PPO,
-    arXiv 2512.17008).
+    """Return (advantages, returns) as `gae` does, where a step is a whole turn (turn-PPO, arXiv 2512.17008).
 
-    The value of a turn is the one before its first token, `gamma` and `decay` act from turn to turn, and the last turn
-    earns the reward. All tokens of a turn have its advantage, and its return is what their values are to become. A
-    response of one turn has the reward less the value of its prompt, whatever gamma and lambda are.
-
-    Args:
-        turns: per response, the number of each token's turn, from 0 on without a gap.
+    A turn has the value before its first token. A response of one turn has the reward less its first value, whatever
+    gamma and lambda are. `turns` number each token's, from 0 on.
     """
     lengths = [torch.bincount(turns_T) for turns_T in turns]
     firsts = [own_T[of_K.cumsum(0) - of_K] for own_T, of_K in zip(values, lengths, strict=True)]
@@ -170,13 +133,13 @@ def gae_of_turns(
 
 
 def turn_numbers(mask_T: Tensor) -> Tensor:
-    """Return the turn of each token that was sampled, from 0 on: what is said in between ends one."""
+    """Return the turn of each sampled token, from 0 on."""
     before_T = torch.cat([mask_T.new_zeros(1), mask_T[:-1]])
     return ((mask_T & ~before_T).cumsum(0) - 1)[mask_T]
 
 
 def whitened(advantages: Sequence[Tensor]) -> list[Tensor]:
-    """Return the advantages less their mean, in units of their standard deviation, over all tokens of all responses."""
+    """Standardise the advantages over all tokens of all responses."""
     flat_T = torch.cat([*advantages])
     scale = flat_T.std(correction=0) + STD_EPS
     return [(a_T - flat_T.mean()) / scale for a_T in advantages]
@@ -185,10 +148,9 @@ def whitened(advantages: Sequence[Tensor]) -> list[Tensor]:
 def value_loss_T(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (loss of every token, whether clipping stopped its gradient).
+    """Return (half the squared error of every value; whether clipping stopped its gradient).
 
-    Half the squared error of a critic's values; with `clip`, at least that of the values held within old +- clip
-    (arXiv 1707.06347's implementation): it stops where a value has moved that far *towards* its return.
+    With `clip` (arXiv 1707.06347's implementation) it stops where a value has moved that far *towards* its return.
     """
     loss_T = (values_T - returns_T).square() / 2
     if clip is None:
@@ -204,8 +166,8 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 
 
 def _pessimistic(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """max(-A r, -A clip(r)): the bound holds only where passing it would *lower* the loss."""
     low, high = 1 - clip_low, 1 + clip_high
+    # max(-A r, -A clip(r)): the bound holds only where passing it would *lower* the loss
     clipped_T = ((advantages_T > 0) & (ratio_T > high)) | ((advantages_T < 0) & (ratio_T < low))
     return -advantages_T * torch.where(clipped_T, ratio_T.detach().clamp(low, high), ratio_T), clipped_T
 
@@ -213,7 +175,7 @@ def _pessimistic(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_hi
 def _sequence_mean_S(
     values_T: Tensor, sequence_T: Tensor, num_sequences: int, sum_over_context: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Mean of `values_T` over the tokens of each sequence, on whatever ranks these are (nan where it has none)."""
+    """Return nan where a sequence has no token."""
     zeros_S = values_T.new_zeros(num_sequences)
     sum_S = sum_over_context(zeros_S.index_add(0, sequence_T, values_T))
     count_S = sum_over_context(zeros_S.index_add(0, sequence_T, torch.ones_like(values_T)))
@@ -237,19 +199,8 @@ def correction_weights_T(
 ) -> tuple[Tensor, Tensor]:
     """Return (weight of every token, without gradient; whether the bounds changed it).
 
-    Levels: a token has its own ratio; the product of those of its response (sequence: unbiased, of a variance that
-    grows with length); their geometric mean. Actions:
-
-    - truncate: the ratio within [low, high]. With level token and low = 0 it is truncated importance sampling, min(r,
-      high): Ionides, 2008; Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.
-    - mask: the ratio, and 0 outside of the bounds. With level token it is IcePop (Ling team, "Every step evolves",
-      arXiv 2510.18855): what engine and trainer disagree on most teaches nothing.
-    - reject: 1, and 0 for all tokens of a response in which any ratio is outside: what is left is not reweighted.
-
-    What is cut stays in the denominators of `losses.token_weights`, which do not depend on the policy.
-
-    Args:
-        sequence_T, num_sequences, sum_over_context: as of `losses.policy_loss_T`.
+    The ratio exp(trainer - sampled) is a token's own, the product over its response (unbiased, of a variance that grows
+    with length), or their geometric mean. What is cut stays in the denominators of `token_weights`.
     """
     log_ratio_T = trainer_logprobs_T.detach() - sampled_logprobs_T.detach()
     zeros_S = log_ratio_T.new_zeros(num_sequences)
@@ -266,11 +217,13 @@ def correction_weights_T(
     low, high = bounds
     outside_T = (ratio_T < low) | (ratio_T > high)
     match action:
+        # With level token and low = 0 truncated importance sampling: Ionides, 2008; Yao et al., "Your efficient RL
+        # framework secretly brings you off-policy RL training", 2025.
         case "truncate":
             return ratio_T.clamp(low, high), outside_T
-        case "mask":
+        case "mask":  # with level token IcePop (Ling team, "Every step evolves", arXiv 2510.18855)
             return ratio_T.masked_fill(outside_T, 0.0), outside_T
-        case "reject":
+        case "reject":  # all of a response in which any ratio is outside; what is left is not reweighted
             rejected_T = sum_S(outside_T.to(ratio_T.dtype))[sequence_T] > 0
             return (~rejected_T).to(ratio_T.dtype), rejected_T
         case _:

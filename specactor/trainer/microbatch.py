@@ -1,11 +1,9 @@
 """One packed micro-batch as tensors: sequences, one after the other, each padded to what the layout divides.
 
-Shapes: T packed tokens on this rank, N sequences, R those of the T positions whose *next* token is learned from: it
-belongs to a response, and a policy sampled it.
-Under context parallelism this rank holds chunks r and 2C-1-r of every sequence's 2C chunks.
+Shapes: T packed tokens on this rank (under context parallelism chunks r and 2C-1-r of each sequence's 2C), R of them
+whose next token is learned from.
 
-Invariants: over the ranks of a context-parallel group every token that is learned from is in exactly one R; padding and
-what an environment said are in none.
+Invariant: over a context-parallel group every token that is learned from is in exactly one R; others are in none.
 """
 
 # ruff: noqa: N815 - tensor fields carry shape suffixes
@@ -29,37 +27,35 @@ from specactor.types import TrainSequence
 
 @dataclass(frozen=True)
 class Shape:
-    """This is what divides a micro-batch on this rank."""
-
     context: int
     context_rank: int
     tensor: int
 
     @property
     def sequence_multiple(self) -> int:
-        """Every sequence's padded length is a multiple of this."""
+        """Divides every sequence's padded length."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
     def total_multiple(self) -> int:
-        """The micro-batch's length is: sequence parallelism cuts it evenly."""
+        """Divides the micro-batch's length, for sequence parallelism."""
         return max(self.sequence_multiple, self.context * self.tensor * (2 if self.context > 1 else 1))
 
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """This is what a critic says of one sequence, per response token (response_len each)."""
+    """A critic's figures, (response_len) each."""
 
     values: Tensor
     """Expected reward before the token."""
     advantages: Tensor
     returns: Tensor
-    """What the values are to become."""
+    """Targets of the values."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A sequence with what its tokens weigh; `first` numbers its first response token among all of the update's."""
+    """A sequence; `first` numbers its first response token in the update."""
 
     sequence: TrainSequence
     first: int
@@ -68,9 +64,9 @@ class Item:
     ref_logprobs: Tensor | None = None
     estimate: Estimate | None = None
     first_token: int = 0
-    """It numbers its first token among all of the update's."""
+    """Number of its first token in the update."""
     is_compared: bool = True
-    """Whether its tokens are compared with their noise: not after an update, when the weights are not the sampler's."""
+    """Whether tokens are compared with their noise: not once an update has changed the weights."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +75,14 @@ class MicroBatch:
     positions_1T: Tensor
     packed: PackedSeqParams
     text_T: Tensor
-    """Number of each position's token among all of the update's, on the CPU; -1 in padding."""
+    """Number of each position's token in the update, on the CPU; -1 in padding."""
     rows_R: Tensor
     """Which of the T positions predict a response token."""
     targets_R: Tensor
     sequence_R: Tensor
     """Number of the sequence in this micro-batch."""
     source_R: Tensor
-    """Number of the response token among all of the update's."""
+    """Number of the response token in the update."""
     weights_R: Tensor
     advantages_R: Tensor
     rollout_R: Tensor | None
@@ -95,12 +91,12 @@ class MicroBatch:
     old_R: Tensor | None
     ref_R: Tensor | None
     seeds_R: Tensor | None
-    """Of the noise that the token was sampled with, on the CPU; -1 where it is not compared; None: nowhere."""
+    """Of the sampling noise, on the CPU; -1 where the token is not compared; None: nowhere."""
     values_R: Tensor | None
     returns_R: Tensor | None
     experts_TX: Tensor | None
-    """int16: the engine's experts for each of the T positions, layers times experts per token; -1 where they are not
-    known: in padding, and for the last token of a sequence, whose output nobody reads. None: routers are free."""
+    """int16: the engine's experts, layers times experts per token; -1 in padding, and for the last token of a sequence,
+    whose output nobody reads. None: routers are free."""
     num_sequences: int
 
 
@@ -111,7 +107,7 @@ def items_of(
     ref: list[Tensor] | None,
     estimates: Sequence[Estimate] = (),
 ) -> list[Item]:
-    """Items of one update; `weights` are per token, `old` and `ref` log-probabilities per sequence (response_len)."""
+    """`old` and `ref` are log-probabilities per sequence (response_len)."""
     firsts = accumulate((s.response_len for s in sequences), initial=0)
     first_tokens = accumulate((len(s.token_ids) for s in sequences), initial=0)
     none = [None] * len(sequences)
@@ -174,7 +170,6 @@ def build(items: Sequence[Item], shape: Shape, device: torch.device) -> MicroBat
 
 
 def _experts(items: Sequence[Item], padded: list[int], rows_T: Tensor, device: torch.device) -> Tensor | None:
-    """The experts of the micro-batch's tokens; None where no sequence says any."""
     table_TX = None
     for item, start in zip(items, accumulate(padded, initial=0), strict=False):
         if item.sequence.routed_experts:
@@ -187,18 +182,16 @@ def _experts(items: Sequence[Item], padded: list[int], rows_T: Tensor, device: t
 
 
 def _stale(sequence: TrainSequence) -> Tensor:
-    """Per response token: 1 where an older policy sampled it."""
     return (torch.arange(sequence.response_len) < sequence.num_stale).float()
 
 
 def _seeds(sequence: TrainSequence) -> Tensor:
-    """Per response token the seed of its noise, or -1."""
     within = torch.arange(sequence.response_len)
     return torch.where((within >= sequence.num_stale) & (within < sequence.num_seeded), sequence.seed, -1)
 
 
 def _tokens(items: Sequence[Item], padded: list[int]) -> tuple[Tensor, Tensor]:
-    """All tokens of the micro-batch, on whatever rank they will be, and their numbers; padding is 0, number -1."""
+    """Return (all tokens, their numbers in the update); padding is 0, numbered -1."""
     tokens = torch.zeros(sum(padded), dtype=torch.int64)
     text = torch.full_like(tokens, -1)
     for item, start in zip(items, accumulate(padded, initial=0), strict=False):
@@ -210,14 +203,14 @@ def _tokens(items: Sequence[Item], padded: list[int]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Responses:
-    """It holds figures of every response token of the micro-batch, in order."""
+    """Of every response token, in order."""
 
     row: Tensor
     """Row of the whole micro-batch that predicts it."""
     local_row: Tensor
-    """The same among this rank's rows; -1: it is on another rank."""
+    """The same among this rank's rows; -1: on another rank."""
     mine: Tensor
-    """Which of the tokens are learned from on this rank."""
+    """Those that are learned from on this rank."""
     sequence: Tensor
     source: Tensor
 
@@ -252,7 +245,7 @@ def _packed(padded: list[int], device: torch.device) -> PackedSeqParams:
 
 
 def _local_rows(padded: list[int], shape: Shape) -> tuple[Tensor, Tensor]:
-    """(rows of the whole micro-batch that this rank holds, their positions in their sequences)."""
+    """Return (this rank's rows, their positions in their sequences)."""
     lengths_N = torch.tensor(padded)
     starts_T = (lengths_N.cumsum(0) - lengths_N).repeat_interleave(lengths_N)
     position_T = torch.arange(len(starts_T)) - starts_T

@@ -1,9 +1,5 @@
-"""The policy as a Megatron-core GPTModel: built from, loaded from and exported to Hugging Face format.
-
-mbridge knows how the two formats relate for TransformerEngine's layer spec, used where a GPU and TransformerEngine
-are present. Elsewhere Megatron's local spec is built, which holds the same tensors under other names: `_SpecNames`
-shows them to mbridge under the names it expects. Contact with mbridge is in this file and in `shards`.
-"""
+"""The policy as a Megatron-core GPTModel, from and to Hugging Face format. Contact with mbridge is here and in
+`shards`."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ cpu_platform.install()
 
 
 def _import_bridges() -> None:
-    """mbridge with the families of text models alone: those with images take three seconds."""
+    """Import mbridge without families with images, which take three seconds."""
     spec = importlib.util.find_spec("mbridge")
     assert spec is not None
     assert spec.origin is not None
@@ -64,20 +60,19 @@ from transformers import AutoConfig  # noqa: E402
 from specactor.trainer import mtp  # noqa: E402
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
-"""What cuBLAS, TransformerEngine and NCCL read when they are first used."""
+"""Read by cuBLAS, TransformerEngine and NCCL when they are first used."""
 _CORRECTED = {"qwen2_moe": {"moe_shared_expert_gate": True}, "mixtral": {"moe_router_pre_softmax": False}}
-"""By model type, what mbridge gets wrong: it builds no gate, and scales the chosen experts by less than 1 in sum."""
+"""What mbridge gets wrong, by model type: it builds no gate, and scales the chosen experts by less than 1 in sum."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def has_transformer_engine() -> bool:
-    """Return whether the fused layer spec can be used: a GPU and an importable TransformerEngine."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 @dataclass(frozen=True)
 class Policy:
-    """This rank's part of the model: one chunk, or one per virtual pipeline stage."""
+    """This rank's chunks, one per virtual pipeline stage."""
 
     chunks: list[Any]
     bridge: Any
@@ -86,13 +81,11 @@ class Policy:
     source_dir: Path
     local_spec: bool
     scalar: bool = False
-    """The output layer gives one number per token: a critic's value."""
+    """One output per token: a critic's value."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every (Hugging Face name, whole tensor) of the model, on every rank, one at a time. Collective.
-
-        A tensor may share memory with the model's own: use or copy it before taking the next, and never write into it.
-        """
+        """Yield every (Hugging Face name, whole tensor) on every rank. Collective. A tensor may share the model's
+        memory: use it before the next, and never write into it."""
         seen = set()
         with torch.no_grad():
             for name, tensor in self.bridge.export_weights(self.for_bridge()):
@@ -101,32 +94,27 @@ class Policy:
                     yield name, tensor
 
     def layers(self) -> Iterator[Any]:
-        """Megatron's transformer layers of this rank, in order."""
         return (layer for chunk in self.chunks for layer in unwrap_model(chunk).decoder.layers)
 
     def modules_of(self, layer: int) -> Iterator[Any]:
-        """What puts a layer out on this rank, if anything does; -1 is the embedding."""
+        """Return what computes a layer on this rank; -1 is the embedding."""
         if layer >= 0:
             return (module for module in self.layers() if module.layer_number - 1 == layer)
         return (chunk.embedding for chunk in map(unwrap_model, self.chunks) if chunk.pre_process)
 
     def for_bridge(self) -> list[Any]:
-        """The chunks under the names that mbridge knows: without the wrapper that Megatron puts around bfloat16."""
+        """Return the chunks under the names that mbridge knows."""
         if not (self.local_spec or self.scalar):
             return [unwrap_model(chunk) for chunk in self.chunks]
         return [_SpecNames(chunk, local_spec=self.local_spec, has_head=not self.scalar) for chunk in self.chunks]
 
 
 def build(model_dir: Path, *, dtype: str, train: TrainConfig, scalar: bool = False) -> Policy:
-    """The model of a Hugging Face folder with its weights, spread by Megatron's parallel state. Collective.
-
-    `scalar`: with an output layer of one number per token in place of the vocabulary's, which is 0 at first.
-
-    Raises ConfigError for a model type or a rotary embedding that cannot be represented.
-    """
+    """Build the model of a Hugging Face folder. Collective. `scalar` makes one output per token, 0 at first. Raises
+    ConfigError for a model that cannot be represented."""
     settle_arithmetic(dtype, deterministic=train.deterministic)
     local_spec = not has_transformer_engine()
-    bridge = _make_bridge(model_dir, DTYPES[dtype], local_spec, train, scalar=scalar)
+    bridge = _make_bridge(model_dir, dtype, local_spec, train, scalar=scalar)
     if scalar:
         bridge.hf_config.tie_word_embeddings = False
     with contextlib.redirect_stdout(io.StringIO()):  # it prints parameter counts
@@ -146,13 +134,10 @@ def build(model_dir: Path, *, dtype: str, train: TrainConfig, scalar: bool = Fal
 
 
 def settle_arithmetic(dtype: str, *, deterministic: bool) -> None:
-    """Choose how this process multiplies and sums, before the first kernel does. What the user has set stays.
-
-    In float32 nothing is rounded to TF32: engine and trainer could not agree to 1e-4 then. TransformerEngine asks for
-    it whatever PyTorch's switches say, so cuBLAS itself is told.
-    """
+    """Call this before the first kernel. What the user has set stays."""
     if dtype == "float32":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        # With TF32, which TransformerEngine asks for in spite of these, engine and trainer could not agree to 1e-4.
         os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
@@ -161,10 +146,7 @@ def settle_arithmetic(dtype: str, *, deterministic: bool) -> None:
 
 
 def read_hf_config(model_dir: Path) -> Any:
-    """The folder's configuration with ``rope_theta`` where mbridge reads it.
-
-    transformers 5 keeps it in ``rope_parameters``; mbridge then builds another model without an error.
-    """
+    """Raise ConfigError for a model that mbridge cannot represent."""
     if not (model_dir / "config.json").is_file():
         raise ConfigError.at(
             "model.path", str(model_dir), "a folder with config.json", "Give the folder of a Hugging Face model."
@@ -178,21 +160,21 @@ def read_hf_config(model_dir: Path) -> Any:
             "the default rotary embedding",
             "Scaled rotary embeddings are not supported: train with the model's original context length.",
         )
-    if "rope_theta" in rope:
+    if "rope_theta" in rope:  # where transformers 5 keeps it; mbridge would build another model without an error
         config.rope_theta = rope["rope_theta"]
     if getattr(config, "head_dim", 0) is None:  # mbridge expects none, or a number
         config.head_dim = config.hidden_size // config.num_attention_heads
     return config
 
 
-def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, train: TrainConfig, *, scalar: bool) -> Any:
+def _make_bridge(model_dir: Path, dtype: str, local_spec: bool, train: TrainConfig, *, scalar: bool) -> Any:
     hf_config = read_hf_config(model_dir)
     known = mbridge.AutoBridge.list_supported_models()
     if hf_config.model_type not in known:
         raise ConfigError.at(
             "model.path", hf_config.model_type, f"one of {sorted(known)}", "Choose a model of a supported type."
         )
-    bridge = mbridge.AutoBridge.from_config(hf_config, dtype=dtype)
+    bridge = mbridge.AutoBridge.from_config(hf_config, dtype=DTYPES[dtype])
     pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
     settings: dict[str, Any] = {
         "attention_dropout": 0.0,
@@ -210,12 +192,8 @@ def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, train: T
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif train.recompute == "selective":
         settings |= {"recompute_granularity": "selective"}
-    settings |= fusions.fields(
-        fusions.present(),
-        gpu=torch.cuda.is_available(),
-        dtype="bfloat16" if dtype is torch.bfloat16 else "float32",
-        deterministic=train.deterministic,
-    )
+    present, gpu = fusions.present(), torch.cuda.is_available()
+    settings |= fusions.fields(present, gpu=gpu, dtype=dtype, deterministic=train.deterministic)
     if local_spec:
         settings |= {"use_cpu_initialization": True, "moe_grouped_gemm": False, "moe_shared_expert_overlap": False}
     if scalar:
@@ -231,7 +209,7 @@ def _make_bridge(model_dir: Path, dtype: torch.dtype, local_spec: bool, train: T
 
 @register_model("mimo")
 class _MimoBridge(MimoBridge):  # type: ignore[misc]
-    """mbridge's, with an MTP layer that can be built, and computes what the published one does."""
+    """mbridge's, with an MTP layer that computes what the published one does."""
 
     def _get_gptmodel_args(self) -> dict[str, Any]:
         arguments: dict[str, Any] = LLMBridge._get_gptmodel_args(self)  # MiMo's takes a config for a layer's spec
@@ -248,12 +226,12 @@ class _MimoBridge(MimoBridge):  # type: ignore[misc]
 
 
 def _halves_turned(name: str, weight: Tensor) -> Tensor:
-    """An MTP layer reads the embedding before the hidden states in Megatron, and behind them in MiMo."""
+    # An MTP layer reads the embedding before the hidden states in Megatron, and behind them in MiMo.
     return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1) if name.endswith(".eh_proj.weight") else weight
 
 
 class _SpecNames:
-    """A chunk whose parameters bear the names of TransformerEngine's spec; without those of a critic's head."""
+    """Shows a chunk under TransformerEngine's names, the only ones that mbridge knows, without a critic's head."""
 
     def __init__(self, chunk: Any, *, local_spec: bool, has_head: bool) -> None:
         module = unwrap_model(chunk)
@@ -275,7 +253,7 @@ class _SpecNames:
 
 
 def _fused_name(name: str, expert_layers: set[int]) -> str:
-    """The name in TransformerEngine's spec of a tensor of the local spec; norms are fused into what follows them."""
+    """Return the name in TransformerEngine's spec, where norms are fused into what follows."""
     match = re.match(r"(decoder\.layers\.(\d+)|mtp\.layers\.\d+\.transformer_layer)\.(.*)", name)
     if match is None:
         return name

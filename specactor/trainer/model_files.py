@@ -1,11 +1,7 @@
-"""A model in files: as Megatron's distributed checkpoint, and as a Hugging Face folder.
+"""A model in files: Megatron's distributed checkpoint, or a Hugging Face folder.
 
 Invariants of a folder: it appears whole or not at all; memory holds at most one file's tensors; when writing fails on
 the one rank that writes, all ranks raise.
-
-A checkpoint has the tensors of the model and of the optimizer, in any layout that Megatron allows. All contact with
-Megatron's checkpoint internals is here. Upstream writes through forked processes and a manager
-process that outlives the save, and a killed trainer; here each rank writes its files itself.
 """
 
 from __future__ import annotations
@@ -48,7 +44,8 @@ _LOAD_ERRORS = (
 def _write_in_process(
     transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]
 ) -> None:
-    """Stands in for ``write_preloaded_data_multiproc``: the same files, written one after the other by this process."""
+    """Write the files of ``write_preloaded_data_multiproc`` in this process."""
+    # Upstream's forked processes and manager outlive the save, and a killed trainer.
     written: dict[int, Any] = {}
     for index, bucket in enumerate(buckets):
         done: queue.Queue[Any] = queue.Queue()
@@ -81,7 +78,6 @@ def _metadata() -> dict[str, Any]:
 
 
 def _sharded(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    """Return what is saved, with the place of every local tensor in the whole."""
     metadata = _metadata()
     optimizers.fill_state(optimizer)
     keys = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
@@ -93,7 +89,7 @@ def _sharded(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[str, A
 
 
 def save(chunks: list[Any], optimizer: Any, folder: Path) -> None:
-    """Write model and optimizer into the empty folder. Collective; raises CheckpointError."""
+    """Write into the empty folder. Collective; raises CheckpointError."""
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     try:
         dist_checkpointing.save(_sharded(chunks, optimizer, loading=False), str(folder), strategy)
@@ -104,7 +100,7 @@ def save(chunks: list[Any], optimizer: Any, folder: Path) -> None:
 
 
 def load(chunks: list[Any], optimizer: Any, folder: Path) -> None:
-    """Read model and optimizer from a folder that `save` wrote, under this job's layout. Collective."""
+    """Read what `save` wrote, under this layout. Collective; raises CheckpointError."""
     try:
         state = dist_checkpointing.load(_sharded(chunks, optimizer, loading=True), str(folder))
         keys = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
@@ -124,13 +120,13 @@ MAX_FILE_BYTES = 4 * 2**30
 """A safetensors file is closed when the next tensor would exceed this."""
 
 _WRITE_ERRORS = (OSError, SafetensorError, ValueError)
-"""What a full disk, a broken source folder or an unwritable path raise."""
+"""Raised for a full disk, a broken source folder or an unwritable path."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".safetensors.index.json")
 
 
 class FolderWriter:
-    """Tensors one by one into a folder beside ``target``; `finish` makes it ``target``."""
+    """Writes tensors one by one into a folder that `finish` renames to ``target``."""
 
     def __init__(self, target: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._target, self._max_file_bytes = target, max_file_bytes
@@ -152,7 +148,6 @@ class FolderWriter:
         self._total_bytes += size
 
     def finish(self, source: Path, dtype: str) -> None:
-        """Add what is not weights from `source`, then put the folder in its place."""
         self._flush()
         self._name_files()
         for file in source.iterdir():
@@ -176,7 +171,6 @@ class FolderWriter:
             self._pending, self._pending_bytes = {}, 0
 
     def _name_files(self) -> None:
-        """Their names hold their number, which is known only now."""
         total = len(self._files)
         names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
         if total == 1:
@@ -197,28 +191,20 @@ def export_hf(
     dtype: str,
     device: torch.device,
 ) -> None:
-    """Write `weights`, which every rank iterates, as Hugging Face folder `target`; rank 0 writes. Collective.
-
-    Everything but weights is taken from the folder `source`. Raises CheckpointError on all ranks if writing failed.
-    """
-    writes = dist.get_rank() == 0
+    """Write `weights`, which every rank iterates, on rank 0, and all else from `source`. Collective; raises
+    CheckpointError on all ranks."""
     error: Exception | None = None
-    writer: FolderWriter | None = None
-    try:
-        writer = FolderWriter(target) if writes else None
-    except _WRITE_ERRORS as caught:
-        error = caught
-    for name, tensor in weights:  # to the end, whatever happened: it is a collective
-        if writer is not None and error is None:
-            try:
-                writer.add(name, tensor)
-            except _WRITE_ERRORS as caught:
-                error = caught
-    if writer is not None and error is None:
+    left = iter(weights)
+    if dist.get_rank() == 0:
         try:
+            writer = FolderWriter(target)
+            for name, tensor in left:
+                writer.add(name, tensor)
             writer.finish(source, dtype)
         except _WRITE_ERRORS as caught:
             error = caught
+    for _ in left:  # to the end, whatever happened: it is a collective
+        pass
     failed = torch.tensor([int(error is not None)], device=device)
     dist.all_reduce(failed)
     if failed.item():

@@ -1,7 +1,7 @@
-"""A Megatron model with its optimizer, run over packed micro-batches: what a policy and a critic have in common.
+"""A Megatron model with its optimizer, run over packed micro-batches: the base of policy and critic.
 
-Invariants: every rank calls the same methods with the same sequences; loss, gradients and what is found per token do
-not depend on how sequences are spread over ranks and micro-batches (up to float32 rounding).
+Invariants: every rank calls the same methods with the same sequences; results do not depend on how these are spread
+over ranks and micro-batches (up to float32 rounding).
 """
 
 from __future__ import annotations
@@ -36,21 +36,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, output of the model) -> (loss, what is added to `Sums`)."""
-Watch = Callable[[MicroBatch], AbstractContextManager[None]]
-"""What encloses the forward pass of a chunk over a micro-batch."""
-
-
-def unwatched(_: MicroBatch) -> AbstractContextManager[None]:
-    return nullcontext()
+Watch = Callable[[MicroBatch], AbstractContextManager[object]]
+"""Encloses the forward pass of a chunk over a micro-batch."""
 
 
 class ModelTrainer:
-    """Model, data parallelism and optimizer of this rank; needs `specactor.parallel.collective.init_groups` before."""
-
     def __init__(self, config: Config, layout: Layout, built: model.Policy) -> None:
         self.config, self.layout = config, layout
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
-        self.chunks = optimizer.wrap(built, config.train)
+        gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        self.chunks = optimizer.wrap(built)
         self.shared_parameters = share(self.chunks)
         self.optimizer = optimizer.make(self.chunks, built, config.train, config.model.dtype)
         self._host_copies = HostCopies()
@@ -63,21 +58,19 @@ class ModelTrainer:
         )
 
     def reset_optimizer(self) -> None:
-        """Forget Adam's moments and step count, as between supervised warm-up and reinforcement learning."""
         optimizer.reset(self.optimizer)
 
     def offload(self) -> None:
-        """Free a GPU's memory of gradients and optimizer while engines generate; nothing to do on a CPU."""
+        """Free a GPU's memory while engines generate."""
         optimizer.offload(self.chunks, self.optimizer, self.config.model.dtype, self._host_copies)
 
     def reload(self) -> None:
-        """The reverse of `offload`, before the next update."""
         optimizer.reload(self.chunks, self.optimizer, self.config.model.dtype, self._host_copies)
 
     def _update(
-        self, items: list[Item], objective: Objective, learning_rate: float, watch: Watch = unwatched
+        self, items: list[Item], objective: Objective, learning_rate: float, watch: Watch = nullcontext
     ) -> tuple[Sums, float, int]:
-        """One optimizer update; (this rank's sums, global gradient norm, micro-batches)."""
+        """Return (this rank's sums, global gradient norm, micro-batches) of one update."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -103,9 +96,9 @@ class ModelTrainer:
         loss_of: Callable[[MicroBatch, Tensor], Tensor],
         *,
         forward_only: bool,
-        watch: Watch = unwatched,
+        watch: Watch = nullcontext,
     ) -> int:
-        """Megatron's schedule over this rank's micro-batches; returns their number. The last stage calls `loss_of`."""
+        """Return the number of micro-batches. The last stage calls `loss_of`."""
         plan = self._plan([item.sequence for item in items])
         batches = [build([items[i] for i in part], self._shape, self.device) for part in plan]
 
@@ -134,11 +127,11 @@ class ModelTrainer:
         return len(batches)
 
     def _own(self, sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
-        """The sequences, with the tokens of those that this data-parallel rank packs. Collective."""
+        """Fetch the tokens that this rank packs. Collective."""
         return samples.fetch(sequences, chain(*self._plan(sequences)), samples.OF_SEQUENCE)
 
     def _plan(self, sequences: Sequence[TrainSequence]) -> list[list[int]]:
-        """This data-parallel rank's micro-batches, as indices into `sequences`."""
+        """Return this rank's micro-batches, as indices into `sequences`."""
         multiple = self._shape.sequence_multiple
         lengths = [packing.padded_len(len(sequence.token_ids), multiple) for sequence in sequences]
         capacity = self.config.train.tokens_per_microbatch * self.layout.context
@@ -150,7 +143,7 @@ class ModelTrainer:
     def _per_token(
         self, sequences: Sequence[TrainSequence], values_of: Callable[[MicroBatch, Tensor], Tensor]
     ) -> list[Tensor]:
-        """Per sequence what `values_of` finds of its response tokens, (R) each, on the CPU, the same on every rank."""
+        """Return `values_of` each sequence's response tokens, (R), on every rank's CPU."""
         found = torch.zeros(sum(s.response_len for s in sequences), dtype=torch.float32)
         counts = parallel_state.get_tensor_model_parallel_rank() == 0
 
@@ -164,6 +157,3 @@ class ModelTrainer:
         everywhere = found.to(self.device)
         dist.all_reduce(everywhere)  # every token was found by one rank; the others add zero
         return list(torch.split(everywhere.cpu(), [s.response_len for s in sequences]))
-
-
-_CPU = torch.device("cpu")

@@ -1,10 +1,4 @@
-"""The policy's MTP layer learns in the policy's updates, and has no influence on them.
-
-Megatron's own forward pass makes MTP losses of labels, lets their gradients flow into the policy, and gives no logits
-then. So the layer is taken out of that pass (`set_apart`): `MtpTraining` runs it behind, on the hidden states that the
-policy computed, on its embedding and its output layer, all without gradients. The layer learns what Megatron teaches
-it, with its weight (`mtp_loss_scaling_factor`): at a token and the hidden states at the one before, the token after;
-of responses, at the sampling temperature.
+"""The policy's MTP layer learns in the policy's updates, after each forward pass, and has no influence on them.
 
 Invariants: the policy's weights, gradient norm and loss are bit for bit those without; the layer's gradients are no
 part of the norm, and are clipped as the policy's are.
@@ -26,11 +20,12 @@ if TYPE_CHECKING:
     from specactor.trainer.model import Policy
 
 _GIVEN = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
-"""What the layer is given that the policy's layers are given."""
+"""Inputs that the layer shares with the policy's layers."""
 
 
 def set_apart(policy: Policy) -> None:
-    """Take MTP layers out of Megatron's forward pass. Call it before the optimizer is made."""
+    """Take MTP layers out of Megatron's forward pass, before the optimizer is made."""
+    # There its gradients would flow into the policy, and no logits come out.
     policy.config.mtp_num_layers = None
     for module in map(unwrap_model, policy.chunks):
         if hasattr(module, "mtp"):
@@ -40,20 +35,18 @@ def set_apart(policy: Policy) -> None:
 
 
 class MtpTraining:
-    """Of one chunk."""
+    """Trains the layer at the rollouts' temperature."""
 
     def __init__(self, module: Any, *, temperature: float) -> None:
-        """Args: Megatron's GPTModel; that of rollouts."""
         self._module, self._temperature = module, temperature
         [self._layer] = module.mtp.layers
         self._hidden_T1H: Tensor | None = None
-        """The policy's, of the forward pass that was made last; under sequence parallelism this rank's part."""
+        """Of the policy's last forward pass; under sequence parallelism this rank's part."""
         self._given: dict[str, Any] = {}
         module.decoder.register_forward_hook(self._keep, with_kwargs=True)
 
     @classmethod
     def of(cls, policy: Policy, *, temperature: float) -> MtpTraining | None:
-        """None where the policy has no such layer."""
         found = [module for module in map(unwrap_model, policy.chunks) if hasattr(module, "mtp")]
         return cls(found[0], temperature=temperature) if found else None
 
@@ -63,13 +56,14 @@ class MtpTraining:
             self._given = {name: given[name] for name in _GIVEN}
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """What is added to the policy's loss, after its forward pass over this micro-batch, and what to `Sums`."""
+        """Return (loss, its sums), after the policy's forward pass."""
         hidden_T1H, self._hidden_T1H = self._hidden_T1H, None
         assert hidden_T1H is not None
         module = self._module
         # A sequence's last token has none after it. What it is given does not matter: nobody reads what comes of it.
         with torch.no_grad():
             embedded = module.embedding(input_ids=batch.tokens_1T.roll(-1, dims=1), position_ids=batch.positions_1T)
+        # As in Megatron, from a token and the hidden states at the one before follows the token after.
         hidden_T1H = self._layer._proj_and_transformer_layer(hidden_T1H, embedded, **self._given)
         output = module.output_layer
         weight = module.shared_embedding_or_output_weight() if output.weight is None else output.weight

@@ -1,4 +1,4 @@
-"""What one micro-batch contributes to the loss and to the statistics of an update.
+"""What one micro-batch contributes to an update's loss and statistics.
 
 Shapes: T packed tokens of this rank, V its shard of the vocabulary, R response positions among the T.
 """
@@ -30,7 +30,7 @@ SLACK = {"float32": 1e-3, "bfloat16": 2.0}
 
 @dataclass(kw_only=True)
 class Sums:
-    """Sums over response tokens of this rank (``gap_max``: the maximum)."""
+    """Over response tokens of this rank."""
 
     loss: float = 0.0
     entropy: float = 0.0
@@ -57,12 +57,9 @@ class Sums:
 
 
 def reduce_over_ranks(parts: list[Sums], extra: float, device: torch.device) -> tuple[Sums, float]:
-    """(sums over all ranks and updates, rank 0's `extra`), the same bits on every rank. Collective.
-
-    Ranks that repeat another's tokens (tensor parallelism) or see none (earlier pipeline stages) contribute nothing.
-    """
+    """Return (sums over ranks and updates, rank 0's `extra`), the same bits everywhere. Collective."""
     names = [field.name for field in fields(Sums)]
-    counts = parallel_state.get_tensor_model_parallel_rank() == 0
+    counts = parallel_state.get_tensor_model_parallel_rank() == 0  # the others repeat its tokens
     rows = [[getattr(part, name) if counts else 0.0 for name in names] for part in parts]
     local = torch.tensor([*[value for row in rows for value in row], extra], dtype=torch.float64, device=device)
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
@@ -74,14 +71,13 @@ def reduce_over_ranks(parts: list[Sums], extra: float, device: torch.device) -> 
 
 
 def sum_over_context(values_S: Tensor) -> Tensor:
-    """Sum over the ranks that hold parts of the same sequences."""
     if parallel_state.get_context_parallel_world_size() > 1:
         dist.all_reduce(values_S, group=parallel_state.get_context_parallel_group())
     return values_S
 
 
 def response_logprobs(batch: MicroBatch, logits_1TV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-probabilities, entropies) of the response tokens, (R) each."""
+    """Return (log-probabilities, entropies), (R) each."""
     logits_RV = logits_1TV[0].index_select(0, batch.rows_R)
     group = parallel_state.get_tensor_model_parallel_group()
     return vocab_parallel_logprobs(logits_RV, batch.targets_R, temperature=temperature, group=group)
@@ -91,11 +87,8 @@ def response_logprobs(batch: MicroBatch, logits_1TV: Tensor, temperature: float)
 def compare_with_noise(
     batch: MicroBatch, seeds_R: Tensor, logits_1TV: Tensor, temperature: float, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Compare sampled tokens with those that their noise picks from the trainer's logits.
-
-    Returns for each of the R tokens that has a seed by how many nats the best of the others scores more: if by more
-    than rounding, then the engine did not emit what it sampled.
-    """
+    """Return by how many nats another token scores more than each seeded one: beyond rounding, the engine did not emit
+    what it sampled."""
     seeded_S = (seeds_R >= 0).nonzero()[:, 0]
     apart = [torch.zeros(0, dtype=torch.float64)]
     for part_C in torch.split(seeded_S, ROWS_AT_ONCE):
@@ -114,12 +107,12 @@ def compare_with_noise(
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The reinforcement-learning loss; a callable (micro-batch, logits) -> (loss, named sums)."""
+    """The reinforcement-learning loss: (micro-batch, logits) -> (loss, named sums)."""
 
     algorithm: AlgorithmConfig
     temperature: float
     max_gap: float = math.inf
-    """Tokens whose |trainer - engine| is above it are counted."""
+    """Tokens with a larger |trainer - engine| are counted."""
     slack: float = SLACK["float32"]
 
     def __call__(self, batch: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -164,7 +157,7 @@ class PolicyObjective:
         return loss, sums | {"loss": loss.detach()}
 
     def _correction(self, batch: MicroBatch, old_R: Tensor, rollout_R: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weights of the tokens, and their sums. Collective where levels need the whole of a sequence."""
+        """Return (weights, their sums). Collective."""
         correction = self.algorithm.correction
         if correction.level == "off":
             return torch.ones_like(old_R), {}
@@ -187,19 +180,11 @@ class PolicyObjective:
 
 
 def _larger(a: float, b: float) -> float:
-    """Return the maximum; nan when either is."""
     return a if math.isnan(a) or a > b else b
 
 
-def constant_weight(num_sequences: int, tokens_per_sequence: int) -> float:
-    """Weight of every response token of a supervised batch of `num_sequences`."""
-    # A mean over tokens would reward short responses: of two ways to answer, the one with fewer tokens would get the
-    # larger gradient per token. So the number of tokens is a constant.
-    return 1 / (num_sequences * tokens_per_sequence)
-
-
 def cross_entropy(batch: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return (loss, named sums) of a supervised micro-batch: -sum of weight * log-probability at temperature 1."""
+    """Return (loss, sums) of a supervised micro-batch at temperature 1."""
     logprobs_R, _ = response_logprobs(batch, logits_1TV, 1.0)
     loss = -(logprobs_R * batch.weights_R).sum()
     return loss, {"loss": loss.detach()}

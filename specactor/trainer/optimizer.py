@@ -1,7 +1,5 @@
-"""Megatron's data-parallel wrapper and optimizer around the policy's chunks.
-
-Gradients are summed over data-parallel ranks, never averaged: the weights in the loss are those of the whole update.
-"""
+"""Megatron's data-parallel wrapper and optimizer. Gradients are summed, never averaged, over data-parallel ranks: loss
+weights are the whole update's."""
 
 from __future__ import annotations
 
@@ -21,23 +19,19 @@ from specactor.trainer.model import DTYPES, Policy, has_transformer_engine
 from specactor.weights_sync.digest import digest
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's names of them."""
 DISTRIBUTED = True
-"""The optimizer's state is divided among the data-parallel ranks, which costs no time; a plain one is for tests."""
+"""Divides the optimizer's state among the data-parallel ranks; False is for tests."""
 OVERLAP = has_transformer_engine()
-"""Gradients of a bucket of parameters are summed over ranks while those of others are computed. Without
-TransformerEngine an expert without tokens may have no gradient, for which its bucket would wait."""
+"""Reduces a bucket's gradients while others are computed. Without TransformerEngine an expert without tokens may have
+no gradient, for which its bucket would wait."""
 BUCKET_SIZE: int | None = None
-"""Parameters of one bucket; None: Megatron's own choice, at least 40 million."""
+"""Parameters per bucket; None: Megatron's choice, at least 40 million."""
 ADAM_EPS = 1e-8
-"""Added to Adam's denominator: PyTorch's and Megatron's default."""
+"""PyTorch's and Megatron's default."""
 
 
-def wrap(policy: Policy, train: TrainConfig) -> list[Any]:
-    """The chunks in Megatron's DistributedDataParallel, with float32 gradient buffers.
-
-    Parameters are gathered at once: after a step's last update engines read them.
-    """
+def wrap(policy: Policy) -> list[Any]:
+    # Without overlap_param_gather: after a step's last update engines read the parameters.
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=DISTRIBUTED,
         grad_reduce_in_fp32=True,
@@ -56,12 +50,11 @@ def wrap(policy: Policy, train: TrainConfig) -> list[Any]:
 
 
 def _finalize(chunks: list[Any], num_tokens: object = None, **kwargs: Any) -> None:
-    """Reduce gradients; without the division by a token count that Megatron would add."""
-    finalize_model_grads(chunks, None, **kwargs)
+    finalize_model_grads(chunks, None, **kwargs)  # None: else Megatron divides by it
 
 
 def make(chunks: list[Any], policy: Policy, train: TrainConfig, dtype: str) -> Any:
-    """Megatron's optimizer: Adam with float32 main weights; TransformerEngine's or apex's fused one where present."""
+    """Make Adam with float32 main weights."""
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -94,7 +87,6 @@ def make(chunks: list[Any], policy: Policy, train: TrainConfig, dtype: str) -> A
 
 
 def _state_settings(state: str, *, fused: bool) -> dict[str, Any]:
-    """Return what Megatron is told of where moments and main weights are; `fused`: TransformerEngine has the Adam."""
     if state == "host":
         return {
             "use_precision_aware_optimizer": True,  # else the device keeps float32 main weights, too
@@ -114,8 +106,7 @@ def _state_settings(state: str, *, fused: bool) -> dict[str, Any]:
 
 
 class RoundedAdamW(torch.optim.AdamW):
-    """AdamW that keeps its moments in bfloat16, as TransformerEngine's does: a step computes in float32, with moments
-    that are rounded after it."""
+    """AdamW that computes in float32 and keeps moments in bfloat16, as TransformerEngine's does."""
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -138,19 +129,17 @@ class RoundedAdamW(torch.optim.AdamW):
                 parameter.addcdiv_(first, size, value=-group["lr"] / (1 - beta1**count))
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Torch gives moments the type of their parameter; these values fit into bfloat16 again without loss."""
         super().load_state_dict(state_dict)
+        # Torch gave moments the type of their parameter; these values fit into bfloat16 again without loss.
         for state in self.state.values():
             state |= {name: state[name].bfloat16() for name in MOMENTS if name in state}
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """Megatron chains one optimizer for the dense part and one for the experts."""
     return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None]
 
 
 def torch_adams(optimizer: Any) -> Iterator[Any]:
-    """The inner optimizers that are torch's own."""
     return (part.optimizer for part in parts(optimizer) if isinstance(part.optimizer, torch.optim.AdamW))
 
 
@@ -161,7 +150,6 @@ def set_learning_rate(optimizer: Any, learning_rate: float, weight_decay: float)
 
 
 def reset(optimizer: Any) -> None:
-    """Forget moments and step counts."""
     for part in parts(optimizer):
         if _keeps_weights(part):  # in its state, beside the moments
             for state in part.optimizer.state.values():
@@ -175,7 +163,7 @@ def reset(optimizer: Any) -> None:
 
 
 def fill_state(optimizer: Any) -> None:
-    """Give an optimizer that has made no step yet its state, so that it can be saved, or loaded into."""
+    """Give an optimizer that has made no step its state, to be saved or loaded into."""
     for part in parts(optimizer):
         inner = part.optimizer
         on_host = isinstance(inner, HybridDeviceOptimizer)
@@ -188,16 +176,15 @@ def fill_state(optimizer: Any) -> None:
 
 
 def settle_loaded(optimizer: Any) -> None:
-    """Copy moments of which the optimizer on the host took parts of a checkpoint's whole tensors, which would stay."""
     for part in parts(optimizer):
         if isinstance(part.optimizer, HybridDeviceOptimizer):
+            # They are parts of a checkpoint's whole tensors, which would stay in memory.
             for state in part.optimizer.state.values():
                 state |= {name: state[name].clone() for name in MOMENTS}
             part.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def _empty_state(inner: Any, parameter: Tensor) -> dict[str, Tensor]:
-    """Return the state that a parameter has before its first step, and put it there."""
     if hasattr(inner, "initialize_state"):  # TransformerEngine's, which knows the types
         inner.initialize_state(parameter, False)
         found: dict[str, Tensor] = inner.state[parameter]
@@ -211,12 +198,11 @@ def _empty_state(inner: Any, parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _keeps_weights(part: Any) -> bool:
-    """Whether main weights are the inner optimizer's own, and its parameters the model's."""
+    """Return whether main weights are the inner optimizer's own."""
     return bool(part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
 
 
 def digest_of(optimizer: Any) -> int:
-    """64-bit digest of this rank's moments and step counts."""
     found: list[object] = []
     for part in parts(optimizer):
         for group in part.optimizer.param_groups:
@@ -228,19 +214,15 @@ def digest_of(optimizer: Any) -> int:
 
 
 def offload(chunks: list[Any], optimizer: Any, dtype: str, copies: HostCopies) -> None:
-    """Give a GPU's memory of gradients, and of the optimizer, to the rollout. Not run on the CPU.
-
-    In float32 the main weights are views of the model's own, which must stay; only gradients are given up.
-    """
+    """Free a GPU's memory of gradients and, in bfloat16, of the optimizer."""
     if torch.cuda.is_available():
         for chunk in chunks:
             chunk.offload_grad_buffers()
-        if dtype == "bfloat16":
+        if dtype == "bfloat16":  # in float32 main weights are views of the model's own, which must stay
             copies.offload([part.optimizer for part in parts(optimizer)])
 
 
 def reload(chunks: list[Any], optimizer: Any, dtype: str, copies: HostCopies) -> None:
-    """The reverse of `offload`."""
     if torch.cuda.is_available():
         for chunk in chunks:
             chunk.restore_grad_buffers()

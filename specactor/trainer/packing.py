@@ -1,15 +1,13 @@
-"""Which sequences are trained together. PURE: integers in, integers out.
+"""Which sequences are trained together. PURE.
 
 Invariants of a plan, a list of micro-batches per data-parallel rank:
 1. Every sequence is in exactly one micro-batch.
-2. Every rank has the same number of micro-batches, a multiple of `multiple_of`: pipeline schedules and the collectives
-   of expert parallelism count on it.
+2. Every rank has the same number of micro-batches, a multiple of `multiple_of`.
 3. No micro-batch holds more than `tokens_per_microbatch` tokens.
-4. A micro-batch is empty only if there are fewer sequences than micro-batches; then as few are empty as can be, they
-   come last, and the trainer runs them as padding of weight 0.
-5. Micro-batches differ by at most the longest sequence, and so do the ranks' sums: the n-th
-   micro-batches of all ranks, which run at the same time, are neighbours in size.
-6. Equal arguments give equal plans, on every rank and machine.
+4. Micro-batches are empty only if there are fewer sequences; as few as can be, the last ones.
+5. Micro-batches differ by at most the longest sequence, and so do the ranks' sums; the n-th of all ranks are neighbours
+   in size.
+6. Equal arguments give equal plans.
 """
 
 from __future__ import annotations
@@ -23,23 +21,17 @@ from specactor.types import TrainSequence
 
 
 def padded_len(length: int, multiple: int) -> int:
-    """`length` rounded up to a multiple of `multiple`: what context and sequence parallelism need of each sequence."""
     return -(-length // multiple) * multiple
 
 
 def balance(
     lengths: Sequence[int], ranks: int, tokens_per_microbatch: int, *, multiple_of: int = 1
 ) -> list[list[list[int]]]:
-    """Per data-parallel rank, its micro-batches; per micro-batch, indices into `lengths`, ascending.
-
-    Args:
-        lengths: tokens of each sequence as it will be packed (see `padded_len`), >= 1.
-        multiple_of: the number of micro-batches per rank is a multiple of it (interleaved pipelines need their
-            number of stages).
+    """Return per data-parallel rank its micro-batches; per micro-batch, ascending indices into `lengths`, which are as
+    packed.
 
     The longest sequence goes first, each into the emptiest micro-batch (Graham's LPT rule, SIAM J. Appl. Math. 17,
-    1969: the largest is at most 4/3 of the best possible), with the fewest micro-batches for which that rule fits.
-    Raises ConfigError for a sequence longer than a micro-batch, DataError for one without tokens.
+    1969). Raises ConfigError for a sequence longer than a micro-batch, DataError for one without tokens.
     """
     _check_lengths(lengths, tokens_per_microbatch)
     per_rank = padded_len(max(1, -(-_fewest_bins(lengths, tokens_per_microbatch) // ranks)), multiple_of)
@@ -62,16 +54,15 @@ def _check_lengths(lengths: Sequence[int], capacity: int) -> None:
 
 
 def _fewest_bins(lengths: Sequence[int], capacity: int) -> int:
-    """A lower bound on bins: of items longer than capacity / (k+1), a bin holds at most k."""
     bound = -(-sum(lengths) // capacity)
-    for k in range(1, 9):
+    for k in range(1, 9):  # of items longer than capacity / (k+1), a bin holds at most k
         large = sum(1 for length in lengths if length * (k + 1) > capacity)
         bound = max(bound, -(-large // k))
     return bound
 
 
 def _pack(lengths: Sequence[int], num_bins: int, capacity: int) -> list[list[int]] | None:
-    """LPT into `num_bins` bins; None when a sequence does not fit into the emptiest one."""
+    """Return None when a sequence does not fit into the emptiest bin."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0, b) for b in range(num_bins)]  # (tokens, bin): ties go to the first bin
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -84,7 +75,7 @@ def _pack(lengths: Sequence[int], num_bins: int, capacity: int) -> list[list[int
 
 
 def _deal(bins: list[list[int]], lengths: Sequence[int], ranks: int) -> list[list[list[int]]]:
-    """Round by round the `ranks` largest bins left; in a round the larger goes to the rank with fewer tokens so far."""
+    """Deal rounds of the largest bins left, the larger to the rank with fewer tokens so far."""
 
     def tokens(members: list[int]) -> int:
         return sum(lengths[i] for i in members)
@@ -101,7 +92,7 @@ def _deal(bins: list[list[int]], lengths: Sequence[int], ranks: int) -> list[lis
 
 
 def checked(sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
-    """The argument. Raises DataError for a sequence without prompt, with too few log-probabilities, or a short mask."""
+    """Raise DataError for a sequence without prompt, or with log-probabilities or a mask of another length."""
     for i, s in enumerate(sequences):
         if not 1 <= s.prompt_len <= len(s.token_ids):
             raise DataError(
@@ -122,10 +113,7 @@ def checked(sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
 
 
 def split(sequences: Sequence[TrainSequence], updates: int) -> list[Sequence[TrainSequence]]:
-    """Groups in order of appearance, in `updates` shares of nearly equal numbers of groups; no group is torn.
-
-    Of fewer groups, as environments that failed may leave, each is a share.
-    """
+    """Split whole groups, in order of appearance, into `updates` nearly equal shares, or fewer of fewer groups."""
     if updates == 1:
         return [sequences]
     groups = list(dict.fromkeys(s.group_id for s in sequences))

@@ -1,7 +1,4 @@
-"""The policy trainer: one reinforcement-learning or supervised update with Megatron-core, under any layout.
-
-Values that are returned are equal on all ranks; see `specactor.trainer.model_trainer`.
-"""
+"""The policy trainer, under any layout. Returned values are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +23,11 @@ from specactor.trainer.drafter.top_k import TopKRecorder
 from specactor.trainer.losses import token_weights
 from specactor.trainer.microbatch import Estimate, MicroBatch, items_of
 from specactor.trainer.model_files import export_hf
-from specactor.trainer.model_trainer import ModelTrainer, Objective, unwatched
+from specactor.trainer.model_trainer import ModelTrainer, Objective
 from specactor.trainer.objective import (
     SLACK,
     PolicyObjective,
     Sums,
-    constant_weight,
     cross_entropy,
     reduce_over_ranks,
     response_logprobs,
@@ -51,8 +47,6 @@ class TrainingDiverged(SpecActorError):  # noqa: N818
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStats:
-    """Figures of one `PolicyTrainer.train_step`, equal on all ranks."""
-
     loss: float
     """Mean over the step's updates."""
     grad_norm: float
@@ -67,27 +61,27 @@ class TrainStats:
     logprob_gap_share: float
     """Share of these tokens that are further apart than train.max_logprob_gap."""
     effective_share: float
-    """Effective sample size over response tokens, (sum w)^2 / sum w^2 / tokens, of the correction's weights w; nan
-    without correction."""
+    """Effective sample size over tokens, (sum w)^2 / sum w^2 / tokens, of the correction's weights w; nan without
+    correction."""
     cut_fraction: float
-    """Share of response tokens whose weight the correction's bounds changed; nan without correction."""
+    """Share of tokens whose weight the correction's bounds changed; nan without correction."""
     kl: float
-    """Mean per response token of the estimate of KL(policy || reference); 0 with algorithm.kl_coef 0."""
+    """Estimate of KL(policy || reference), mean per response token."""
     tokens: int
     """Response tokens learned from."""
     scored: int
     """Tokens of the first update that were compared with what their noise picks."""
     unpicked: int
-    """Those of them that it does not pick."""
+    """Those that it does not pick."""
     num_microbatches: int
     """Per rank, in all updates of the step."""
     learning_rate: float
     mtp_loss: float | None = None
-    """Cross entropy of the MTP layer, mean per response token that it learned from, nats; None without such a layer."""
+    """Cross entropy of the MTP layer, mean per response token that it learned from, nats."""
     critic: CriticStats | None = None
 
     def numbers(self) -> dict[str, float]:
-        """All of them by name; the critic's begin with its name."""
+        """Return all that are not None; the critic's begin with ``critic_``."""
         own = asdict(self)
         of_critic = own.pop("critic") or {}
         found = {name: float(value) for name, value in own.items() if value is not None}
@@ -95,10 +89,9 @@ class TrainStats:
 
 
 class PolicyTrainer(ModelTrainer):
-    """The policy and its optimizer; with algorithm.advantage = gae also the critic."""
+    """With algorithm.advantage = gae it has the critic, too."""
 
     def __init__(self, config: Config, layout: Layout, model_dir: Path, *, critic: Critic | None = None) -> None:
-        """Load the policy from a Hugging Face folder. Collective."""
         self.policy = model.build(model_dir, dtype=config.model.dtype, train=config.train)
         super().__init__(config, layout, self.policy)
         self.critic = critic
@@ -112,18 +105,15 @@ class PolicyTrainer(ModelTrainer):
 
     @property
     def routes_freely(self) -> bool:
-        """Return whether a token may take other experts here than it took in the engine."""
+        """Return whether tokens may take other experts than in the engine."""
         return bool(self.policy.config.num_moe_experts) and self.config.train.routing_replay != "r3"
 
     def train_step(
         self, sequences: Sequence[TrainSequence], *, learning_rate: float, recorder: TopKRecorder | None = None
     ) -> TrainStats:
-        """Learn from the sequences of one RL step; all ranks pass all of them, and one has the tokens. Collective.
-
-        Makes ``train.updates_per_step`` optimizer updates, each on its share of the groups. Raises DataError for a
-        sequence without prompt or an update without response tokens, TrainingDiverged when loss or gradient is not
-        finite. A recorder sees the logits of all response tokens.
-        """
+        """Learn from one RL step, in ``train.updates_per_step`` updates. All ranks pass all sequences, of which one has
+        the tokens. Collective. Raises DataError for a sequence without prompt or an update without response tokens,
+        TrainingDiverged when loss or gradient is not finite."""
         objective: Objective = self._objective if recorder is None else recorder.around(self._objective)
         replay = self._replay if self.config.train.routing_replay == "r2" else None
         if self._replay is not None and replay is None:
@@ -146,7 +136,7 @@ class PolicyTrainer(ModelTrainer):
             if self.critic is not None:
                 learned.append(self.critic.learn(items))
             with replay.repeating() if replay is not None else nullcontext():
-                watch = recorder.begin(part) if recorder is not None else unwatched
+                watch = recorder.begin(part) if recorder is not None else nullcontext
                 part_sums, grad_norm, count = self._update(items, objective, learning_rate, watch)
             if recorder is not None:
                 recorder.updated(part)
@@ -167,11 +157,10 @@ class PolicyTrainer(ModelTrainer):
         )
 
     def supervised_step(self, sequences: Sequence[TrainSequence], *, learning_rate: float) -> float:
-        """One update on the cross entropy of the responses; returns the loss (see `specactor.trainer.objective`).
-
-        The constant number of tokens per sequence is ``rollout.max_new_tokens``. Collective; raises as `train_step`.
-        """
-        weight = constant_weight(len(checked(sequences)), self.config.rollout.max_new_tokens)
+        """Make one update on cross entropy; return the loss. Collective; raises as `train_step`."""
+        # The number of tokens is a constant, since a mean over them would reward short responses: of two ways to
+        # answer, the one with fewer tokens would get the larger gradient per token.
+        weight = 1 / (len(checked(sequences)) * self.config.rollout.max_new_tokens)
         items = items_of(sequences, [weight] * len(sequences), None, None)
         sums, grad_norm, _ = self._update(items, cross_entropy, learning_rate)
         total, grad_norm = reduce_over_ranks([sums], grad_norm, self.device)
@@ -179,25 +168,23 @@ class PolicyTrainer(ModelTrainer):
         return total.loss
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> list[tuple[float, ...]]:
-        """Log-probability of every response token at ``rollout.temperature``, on every rank. Collective."""
+        """Return each response token's log-probability at ``rollout.temperature``, on every rank. Collective."""
         return [tuple(part.tolist()) for part in self._logprobs(checked(sequences))]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `specactor.trainer.model.Policy.named_weights`. Collective."""
         return self.policy.named_weights()
 
     def export_hf(self, target: Path) -> None:
-        """Write the policy as a Hugging Face folder, whole or not at all. Collective; raises CheckpointError."""
+        """Write a Hugging Face folder. Collective; raises CheckpointError."""
         source, dtype = self.policy.source_dir, self.config.model.dtype
         export_hf(self.named_weights(), target, source=source, dtype=dtype, device=self.device)
 
     def take_reference(self) -> None:
-        """Make the weights of this moment the reference of the KL penalty (at first: those of `model_dir`)."""
+        """Make the present weights the KL penalty's reference."""
         self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
 
     def top_k_recorder(self, top_k: int, *, layers: Sequence[int] = (), max_tokens: int = 0) -> TopKRecorder:
-        """A recorder of the policy's top-k log-probabilities, for `train_step`; and of the outputs of these layers (-1:
-        the embedding) at so many tokens."""
+        """Record the top-k, and these layers' outputs (-1: the embedding) at up to `max_tokens` tokens."""
         states = None
         if layers:
             parts = self.layout.tensor if self.policy.config.sequence_parallel else 1
@@ -219,13 +206,11 @@ class PolicyTrainer(ModelTrainer):
         )
 
     def offload(self) -> None:
-        """Free a GPU's memory while engines generate; nothing to do on a CPU."""
         super().offload()
         if self.critic is not None:
             self.critic.offload()
 
     def reload(self) -> None:
-        """The reverse of `offload`, before the next update."""
         super().reload()
         if self.critic is not None:
             self.critic.reload()
@@ -234,8 +219,6 @@ class PolicyTrainer(ModelTrainer):
         return (parameter for chunk in self.policy.chunks for parameter in chunk.parameters())
 
     def _logprobs(self, sequences: Sequence[TrainSequence]) -> list[Tensor]:
-        """Per sequence the (response) log-probabilities, on the CPU, the same on every rank."""
-
         def logprobs_of(batch: MicroBatch, logits_1TV: Tensor) -> Tensor:
             return response_logprobs(batch, logits_1TV, self.config.rollout.temperature)[0]
 
@@ -248,7 +231,7 @@ class PolicyTrainer(ModelTrainer):
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
-        """The reference's weights in place of the policy's, which come back bit for bit."""
+        """Swap in the reference's weights; the policy's come back bit for bit."""
         parameters = list(self._parameters())
         own = [parameter.detach().clone() for parameter in parameters]
         with torch.no_grad():
@@ -260,7 +243,6 @@ class PolicyTrainer(ModelTrainer):
 
 
 def _means(total: Sums, num_updates: int) -> dict[str, Any]:
-    """Return what `TrainStats` says of the response tokens of a step."""
     share = total.weight**2 / (total.weight_squared * total.weighed) if total.weight_squared else 0.0
     return {
         "loss": total.loss / num_updates,

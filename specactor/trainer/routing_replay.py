@@ -1,12 +1,7 @@
-"""Experts that were chosen before, taken again in the trainer's passes: those of the engine (R3, arXiv 2510.11370), or
-those of the pass that gave the old log-probabilities (R2, arXiv 2507.18071).
+"""Routing replay: the trainer takes the experts of the engine (R3, arXiv 2510.11370) or of the pass that gave the old
+log-probabilities (R2, arXiv 2507.18071), where a rounding error might choose others.
 
-In a mixture of experts a rounding error may send a token to another expert, and its log-probability far away. With the
-engine's choice the two differ by rounding alone; with that of the old pass, a ratio of probabilities says what an
-update has changed. The weights of the chosen experts are still the trainer's own, and so
-are gradients.
-
-Shapes: T tokens of a micro-batch on this rank, K experts per token, X = layers of the model times K, E experts.
+Shapes: T tokens of a micro-batch on this rank, K experts per token, X = layers times K, E experts.
 """
 
 from __future__ import annotations
@@ -25,28 +20,24 @@ from specactor.types import TrainSequence
 
 
 class RoutingReplay:
-    """This is what the routers of this rank's chunks take experts from.
-
-    A layer that is computed again in the backward pass gets the experts of its forward pass: each layer meets the
-    micro-batches in one order, forward and backward.
-    """
+    """Gives experts to routers. A layer that is computed again in the backward pass gets those of its forward pass."""
 
     def __init__(self, policy: Policy) -> None:
         config = policy.config
         config.moe_router_fusion = False  # the fused kernel asks nobody for experts
         self._width = config.num_layers * config.moe_router_topk
-        self._recomputes = config.recompute_granularity == "full"
+        self.recomputes = config.recompute_granularity == "full"
         self._is_divided = config.sequence_parallel
         self.experts_TX: Tensor | None = None
         self.is_forward = self.records = self.repeats = False
         self._layers = []
         for layer in policy.layers():
             if hasattr(layer.mlp, "router"):
-                layer.mlp.router.router_replay = _Layer(self, layer.layer_number - 1, self._recomputes)
+                layer.mlp.router.router_replay = _Layer(self, layer.layer_number - 1)
                 self._layers.append(layer.mlp.router.router_replay)
 
     def check(self, sequences: Sequence[TrainSequence]) -> None:
-        """Raises DataError for a sequence without the experts of each of its tokens but the last."""
+        """Raise DataError for a sequence without the experts of each token but the last."""
         for i, s in enumerate(sequences):
             got = len(s.routed_experts) // (2 if isinstance(s.routed_experts, bytes) else 1)
             expected = (len(s.token_ids) - 1) * self._width
@@ -59,7 +50,7 @@ class RoutingReplay:
 
     @contextmanager
     def forward(self, experts_TX: Tensor | None) -> Iterator[None]:
-        """Around the forward pass of a chunk over a micro-batch; None: routers are free."""
+        """Enclose a chunk's forward pass."""
         if experts_TX is not None and self._is_divided:
             size = parallel_state.get_tensor_model_parallel_world_size()
             experts_TX = experts_TX.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
@@ -71,7 +62,7 @@ class RoutingReplay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around passes that are forward only, whose choice `repeating` takes in the same micro-batches, in order."""
+        """Enclose passes whose choices `repeating` takes in order."""
         self.records = True
         try:
             yield
@@ -80,7 +71,6 @@ class RoutingReplay:
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """Around an update."""
         self.repeats = True
         try:
             yield
@@ -88,7 +78,7 @@ class RoutingReplay:
             self.repeats = False
 
     def forget(self) -> None:
-        """Drop what no backward pass came for, as after a pass that was forward only."""
+        """Drop what no backward pass came for."""
         for layer in self._layers:
             layer.waiting.clear()
 
@@ -96,10 +86,10 @@ class RoutingReplay:
 class _Layer:
     """Stands where Megatron's router asks for its top-k."""
 
-    def __init__(self, replay: RoutingReplay, index: int, recomputes: bool) -> None:
-        self._replay, self._index, self._recomputes = replay, index, recomputes
+    def __init__(self, replay: RoutingReplay, index: int) -> None:
+        self._replay, self._index = replay, index
         self.waiting: deque[Tensor | None] = deque()
-        """What the forward passes took, for the backward passes to come."""
+        """Taken by forward passes, for the backward passes to come."""
         self._recorded: deque[Tensor] = deque()
 
     def get_replay_topk(
@@ -110,7 +100,7 @@ class _Layer:
         group_topk: int | None,
         compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """(scores, experts), (T, K) each: the choice before where it is known, the router's own elsewhere."""
+        """Return (scores, experts), (T, K): the earlier choice where known, else the router's own."""
         own_TK, ids_TK = compute_topk(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
         if self._replay.records:
             self._recorded.append(ids_TK.short())
@@ -132,6 +122,6 @@ class _Layer:
             given_TK = self._recorded.popleft()
         elif self._replay.experts_TX is not None:
             given_TK = self._replay.experts_TX[:, self._index * topk : (self._index + 1) * topk]
-        if self._recomputes:
+        if self._replay.recomputes:
             self.waiting.append(given_TK)
         return given_TK

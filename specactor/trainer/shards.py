@@ -1,11 +1,7 @@
-"""What this rank hands over in a weight sync, under Hugging Face names: round by round, and as it lies in memory.
+"""What this rank hands over in a weight sync, under Hugging Face names.
 
-In rounds each parameter is handed over by exactly one of the ranks that hold it, so nothing crosses pipeline stages,
-experts' ranks or data-parallel copies; only tensor-parallel shards are gathered. In memory nothing is gathered, and on
-every host one of its ranks hands over each shard.
-
-On CPUs the parameters themselves lie in memory that engines can read (`share`); on GPUs they are copied there.
-`RankShards.held` says where.
+In rounds each parameter is handed over once, and only tensor-parallel shards are gathered. In shared memory nothing is
+gathered: on every host one rank hands over each shard.
 """
 
 from __future__ import annotations
@@ -27,8 +23,7 @@ from specactor.weights_sync.messages import Holding
 
 
 def share(chunks: Iterable[Any]) -> list[SharedBuffer]:
-    """Move the parameters of Megatron's data-parallel chunks into shared memory, before anything else refers to them.
-    None on a GPU."""
+    """Move the chunks' parameters into shared memory, before anything refers to them; none on a GPU."""
     made = []
     for buffer in (buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers):
         own = buffer.param_data
@@ -50,11 +45,7 @@ class RankShards:
     def __init__(
         self, policy: Policy, memory: Sequence[SharedBuffer] = (), *, hosts: Sequence[int] | None = None
     ) -> None:
-        """
-        Args:
-            memory: what `share` made of the policy's parameters.
-            hosts: of each rank, from 0 on; None: there is one.
-        """
+        """Take what `share` made, and each rank's host (None: there is one)."""
         self.hosts = tuple(hosts or [0] * dist.get_world_size())
         self._memory = list(memory)
         self._copied: SharedCopy | None = None
@@ -89,13 +80,12 @@ class RankShards:
 
     @property
     def on_device(self) -> SharedCopy | None:
-        """Those of a GPU that `held` has copied; then all are."""
+        """Return the copy of a GPU's tensors."""
         return self._copied if self._parameters[0][1].device.type != "cpu" else None
 
     def held(self, capacity_bytes: int) -> Holding | None:
-        """Return where engines find what this rank hands over for its host, as of now; None where it would take more
-        than `capacity_bytes` to copy what does not lie in shared memory, on a GPU more than the host has free. It is
-        the same object until a tensor of the host moves."""
+        """Return where this host's engines find this rank's part: the same object until a tensor moves. None where
+        copies do not fit."""
         pointers = [tensor.data_ptr() for _, tensor in self._parameters if tensor.device.type == "cpu"]
         if pointers != self._pointers or self._holding is None:
             self._pointers = pointers
@@ -122,12 +112,11 @@ class RankShards:
         return Holding(addresses=addresses, tensors=tuple(tensors))
 
     def _near(self, group: dist.ProcessGroup) -> list[int]:
-        """The ranks of a group that are on this host."""
         here = self.hosts[dist.get_rank()]
         return [rank for rank in dist.get_process_group_ranks(group) if self.hosts[rank] == here]
 
     def _parameters_of_own(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of which engines of this host take this rank's part, and not that of an equal rank."""
+        """Leave out what an equal rank of this host hands over."""
         for index, (name, tensor) in enumerate(self._parameters):
             of_dense = self._equal_shards if self._is_cut(name, tensor) else self._equal_whole
             equal = self._equal_experts if _is_expert(name) else of_dense
@@ -135,7 +124,7 @@ class RankShards:
                 yield name, tensor
 
     def _place(self, tensor: Tensor) -> tuple[int, int] | None:
-        """(memory, first byte) of a tensor in shared memory."""
+        """Return (memory, first byte)."""
         for memory, buffer in enumerate(self._memory):
             at = tensor.data_ptr() - buffer.data.data_ptr()
             if 0 <= at < buffer.data.numel() and tensor.is_contiguous():
@@ -143,7 +132,7 @@ class RankShards:
         return None
 
     def _tensors_of(self, name: str, tensor: Tensor, *, memory: int, at: int) -> Iterator[plan.Held]:
-        """Hugging Face tensors that this rank has bytes of, found by sending numbers the way of the weights."""
+        """Find Hugging Face tensors by converting numbers like weights."""
         size, cut = tensor.numel(), self._is_cut(name, tensor)
         shards, own = (self._spread(name).shards, self._own_place(name)[1]) if cut else (1, 0)
         pieces = list(torch.arange(shards * size).view(shards, *tensor.shape))
@@ -156,7 +145,7 @@ class RankShards:
             yield plan.Held(hf_name, numbers.numel() * tensor.element_size(), blocks)
 
     def rounds(self, capacity_bytes: int) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """Per round, what this rank hands over. Walk each round to its end: gathering is collective."""
+        """Walk each round to its end: gathering is collective."""
         parts = [
             Part(num_bytes=self._whole_bytes(name, tensor), expert=_is_expert(name))
             for name, tensor in self._parameters
@@ -190,7 +179,6 @@ class RankShards:
                     yield from zip(*self._bridge._weight_to_hf_format(name, whole), strict=True)
 
     def _gather(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole parameter from its tensor-parallel shards."""
         group: Any = self._expert_group if _is_expert(name) else self._tensor_group
         if group.size() == 1:
             return tensor

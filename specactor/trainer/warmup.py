@@ -1,8 +1,5 @@
-"""The model that reinforcement learning starts from: read, made on the spot, or warmed up on worked solutions.
-
-What is made is kept in a folder named by the hash of everything that went into it, so a second run starts from the
-same bits at once. A folder appears under its name only when it is whole.
-"""
+"""The model that reinforcement learning starts from. What is made is cached under the hash of all that went into it,
+and appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -38,24 +35,24 @@ from specactor.trainer.policy import PolicyTrainer
 from specactor.types import Problem, TrainSequence
 
 Solver = Callable[[Problem, random.Random, int], str | Sequence[tuple[str, bool]]]
-"""Returns a response, or its parts and whether each is learned from: an environment's part is not."""
+"""Returns a response, or its parts and whether each is learned from: an environment's is not."""
 
 BATCH_SIZE = 32
 """Worked solutions per step."""
 DRAFT_BATCHES = 64
-"""Of `BATCH_SIZE` worked solutions: what a draft model of the warm-up learns from."""
+"""Of `BATCH_SIZE` worked solutions, for a draft model."""
 DRAFT_UPDATES, HEAD_UPDATES = 250, 400
-"""Of a layer, which begins with what it has from the policy, and of a head."""
+"""Of a layer that begins with the policy's weights, and of a head."""
 HEAD_LEARNING_RATE = 3e-3
 HEAD_TOP_K = 128  # of a tiny vocabulary all
 DRAFT_TOKENS = 2048
-"""Per update. docs/results/quickstart_speed.md has what a draft model is worth that learned so."""
+"""Per update; docs/results/quickstart_speed.md measures the draft model."""
 DRAFT_LIMIT_S = 60.0
-"""A machine that is too slow for all updates gets a draft model that has learned less."""
+"""A slower machine gets a draft model that has learned less."""
 
 
 def initial_model(config: Config, collective: Collective) -> Path:
-    """Folder of the model that is read, or of the tiny one, made by rank 0 where it is not cached."""
+    """Return the model's folder; rank 0 makes a tiny one that is not cached."""
     if config.model.tiny is None:
         return Path(config.model.path)
     tiny = config.model.tiny
@@ -82,7 +79,7 @@ def warmed_up_model(
     collective: Collective,
     progress: Progress,
 ) -> Path:
-    """Folder of the model after the supervised warm-up; trains it where it is not cached. Collective."""
+    """Return the model's folder after the warm-up, which runs where it is not cached. Collective."""
     if not config.warmup.solver:
         return start
     solver = find_solver(config.warmup.solver)
@@ -116,11 +113,8 @@ def with_draft_model(
     collective: Collective,
     progress: Progress,
 ) -> Config:
-    """Return the config with the folder of a draft model where it asks for one of the warm-up's. Collective.
-
-    A layer is cut out of the policy, or a head made for it, and trained on worked solutions, by all ranks together; one
-    that is cached is taken.
-    """
+    """Return the config with a draft model of the warm-up where it asks for one: a layer of the policy, or a head.
+    Collective."""
     rollout = config.rollout
     wanted = rollout.speculation.first_draft_model
     if rollout.speculation.mode == "off" or wanted not in MADE_BY_WARM_UP:
@@ -145,8 +139,8 @@ def with_draft_model(
 
 
 def _solved(config: Config, problems: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[TrainingExample]:
-    """Return worked solutions of all stages: what the policy was shown first it falls back to as it learns."""
     solver, stages = find_solver(config.warmup.solver), len(config.warmup.steps)
+    # Of all stages: what the policy was shown first it falls back to as it learns.
     sequences = [
         sequence
         for step in range(DRAFT_BATCHES)
@@ -166,7 +160,7 @@ def _distil(
     updates: int,
     seed: int,
 ) -> RefreshStats:
-    """Make a draft model on all ranks, and write it on rank 0. Collective."""
+    """Collective; rank 0 writes."""
     init.quiet()
 
     def make() -> tuple[Any, Any]:
@@ -177,8 +171,7 @@ def _distil(
 
     target, model = collective.together("draft model", make)
     group = (control_group() or dist.group.WORLD) if collective.world > 1 else None
-    limit_s = DRAFT_LIMIT_S
-    stats = learn(target, model, examples, settings, seed=seed, limit_s=limit_s, updates=updates, group=group)
+    stats = learn(target, model, examples, settings, seed=seed, limit_s=DRAFT_LIMIT_S, updates=updates, group=group)
 
     def write() -> None:
         if collective.rank == 0 and not folder.exists():  # else another run has made the same meanwhile
@@ -189,7 +182,7 @@ def _distil(
 
 
 def find_solver(path: str) -> Solver:
-    """The function at ``module:function``. Raises ConfigError when there is none."""
+    """Raise ConfigError when ``module:function`` is none."""
     module, _, name = path.partition(":")
     try:
         found: Solver = getattr(importlib.import_module(module), name)
@@ -209,7 +202,7 @@ def solved_batch(
     stage: int,
     step: int,
 ) -> list[TrainSequence]:
-    """`BATCH_SIZE` problems with their worked solutions; the same for the same seed, stage and step."""
+    """Return `BATCH_SIZE` worked solutions, which depend on seed, stage and step alone."""
     rng = random.Random(f"{config.seed}/{stage}/{step}")
     batch = []
     for _ in range(BATCH_SIZE):
@@ -232,14 +225,12 @@ def solved_batch(
 
 
 def _rates(config: Config) -> Iterator[tuple[int, float]]:
-    """(stage, learning rate) of every supervised step."""
     for stage, (steps, peak) in enumerate(zip(config.warmup.steps, config.warmup.learning_rates, strict=True)):
         for step in range(steps):
             yield stage, linear_decay(step, steps, peak)
 
 
 def _content(model: Path) -> list[tuple[str, int, str]]:
-    """Return of a model's folder the names and sizes of its files, and what the small ones hold."""
     small = 2**20
     return [
         (file.name, file.stat().st_size, file.read_bytes().hex() if file.stat().st_size < small else "")

@@ -40,7 +40,7 @@ def bridge_of(hf_config: Any, folder: Path, **settings: bool) -> Any:
         return fields(present, gpu=True, **named) | settings
 
     with mock.patch.object(fusions, "fields", on_a_gpu):
-        return model._make_bridge(folder, torch.bfloat16, False, TrainConfig(), scalar=False)
+        return model._make_bridge(folder, "bfloat16", False, TrainConfig(), scalar=False)
 
 
 def refusal(call: Callable[[], object]) -> str:

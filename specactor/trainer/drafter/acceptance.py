@@ -1,9 +1,6 @@
-"""How much of a draft model would be accepted, computed offline from both models on responses of the target.
+"""How much of a draft model would be accepted, computed offline on responses of the target.
 
-The noise of a response that is read from a file is not known, so it is drawn given the response (`noise_given`). For
-responses of an older policy that is an estimate.
-
-Shape legend: N response tokens, V vocabulary.
+Shapes: N response tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,15 +20,12 @@ from specactor.trainer.drafter.head import Head
 from specactor.trainer.drafter.states import STATES
 from specactor.trainer.drafter.top_k import vocab_parallel_top_k
 
-CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """Acceptance of one draft model on some responses; shares are of response tokens."""
+    """Shares are of response tokens."""
 
     tokens: int
-    window: int
     accept_length: float  # emitted / verifies with drafts that share the target's noise
     shared: float  # share of positions where the draft with shared noise is the target's token
     overlap: float  # 1 - TV: the most that any drafter that follows this distribution reaches
@@ -42,8 +36,7 @@ class Acceptance:
 def measure(
     target: Any, draft: Any, examples: Sequence[TrainingExample], *, window: int, seed: int, tokens_per_pass: int = 4096
 ) -> Acceptance:
-    """Measure on the CPU, on responses of the target. Args: a causal model of transformers; one of the same vocabulary,
-    or an EAGLE-3 head of it."""
+    """`draft` is a causal model of transformers, or an EAGLE-3 head of the target."""
     chance = torch.Generator().manual_seed(seed)
     shared: list[NDArray[np.bool_]] = []
     overlap = entropy = 0.0
@@ -55,6 +48,7 @@ def measure(
         logp_NV, depths = logp_NV.double(), [logq_NV.double() for logq_NV in by_depth]
         overlap += float(torch.minimum(logp_NV.exp(), depths[0].exp()).sum())
         entropy += float(torch.special.entr(logp_NV.exp()).sum())
+        # A file does not tell the noise, so it is drawn; for responses of an older policy this is an estimate.
         noise_NV = noise_given(logp_NV, batch.targets_N, chance)
         agrees = [(logq_NV + noise_NV).argmax(1) == batch.targets_N for logq_NV in depths]
         sizes = [example.response_len for example in members]
@@ -62,7 +56,6 @@ def measure(
     count = sum(map(len, shared))
     return Acceptance(
         tokens=count,
-        window=window,
         accept_length=accept_length(shared, window),
         shared=sum(float(agrees[:, 0].sum()) for agrees in shared) / count,
         overlap=overlap / count,
@@ -71,11 +64,8 @@ def measure(
 
 
 def noise_given(logp_NV: Tensor, tokens_N: Tensor, chance: torch.Generator) -> Tensor:
-    """Draw [N, V] Gumbel(0, 1) noise G given that argmax_v [log p(v) + G(v)] is the token; float64.
-
-    Given the token, the largest score is a Gumbel number, and the others are Gumbel numbers around log p(v), cut off
-    there (Maddison et al., A* sampling, arXiv 1411.0030).
-    """
+    """Draw Gumbel noise [N, V], float64, given that argmax(log p + noise) is the token (Maddison et al., arXiv
+    1411.0030)."""
     scores_NV = logp_NV - torch.empty_like(logp_NV).exponential_(generator=chance).log()
     largest_N1 = -torch.empty_like(logp_NV[:, :1]).exponential_(generator=chance).log()
     below_NV = -torch.logaddexp(-scores_NV, -largest_N1)  # a Gumbel number cut off at the largest
@@ -84,12 +74,8 @@ def noise_given(logp_NV: Tensor, tokens_N: Tensor, chance: torch.Generator) -> T
 
 
 def accept_length(agrees: Sequence[NDArray[np.bool_]], window: int) -> float:
-    """emitted / verifies over responses. A verify accepts the tokens up to the first that disagrees, `window` at most,
-    and adds one, within the response.
-
-    Args: agrees: of each response [tokens, depths]: whether the draft token would be accepted, by how many were drafted
-    in the same verify before it; as the last beyond them.
-    """
+    """Return emitted / verifies. `agrees` has for each response [tokens, depths]: whether the draft token is accepted,
+    by the number drafted before it in the same verify."""
     emitted = verifies = 0
     for response in agrees:
         at, (length, depths) = 0, response.shape
@@ -113,8 +99,7 @@ def with_top_k(
     tokens_per_pass: int = 4096,
     go_on: Callable[[], bool] = lambda: True,
 ) -> list[TrainingExample]:
-    """Return the examples, longest first, with the target's top-k, and with its hidden states after these layers, from
-    which a head learns. It ends when `go_on` is false between passes."""
+    """Return the examples, longest first, with top-k and states. It ends early when `go_on` is false."""
     made = []
     for members, batch in _passes(examples, tokens_per_pass):
         if not go_on():
@@ -137,7 +122,7 @@ def with_top_k(
 def _passes(examples: Sequence[TrainingExample], tokens: int) -> Iterator[tuple[list[TrainingExample], losses.Batch]]:
     for indices in losses.plan_micro_batches([len(example.token_ids) for example in examples], 1, tokens)[0]:
         members = [examples[i] for i in indices]
-        yield members, losses.build(members, CPU)
+        yield members, losses.build(members, torch.device("cpu"))
 
 
 def _logprobs(model: Any, batch: losses.Batch) -> Tensor:

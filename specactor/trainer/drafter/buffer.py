@@ -1,16 +1,16 @@
-"""The newest rollouts, for the draft model to learn from. PURE: arrays in, arrays out.
+"""The newest rollouts, for the draft model to learn from. PURE.
 
-Invariants: the buffer never exceeds `max_tokens`; the oldest policy version leaves first, and of one version the
-shortest response; what is drawn depends on the seed, the draw's number and the content; a restored state has equal
-bits.
+Invariants: it never exceeds `max_tokens`; the oldest policy version leaves first, and of one version the shortest
+response; a draw depends on seed, number and content; a restored state has equal bits.
 
-Shape legend: L tokens, R of the response, K top-k, F numbers of several layers.
+Shapes: L tokens, R of the response, K top-k, F numbers of hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,28 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specactor.errors import DataError
+from specactor.replay import records
 from specactor.types import TrainSequence
 
 if TYPE_CHECKING:
     from torch import Tensor
-from collections.abc import Iterator
-from pathlib import Path
-
-from specactor.replay import records
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TopK:
-    """The policy's K most probable next tokens at every response token, most probable first."""
-
     tokens: NDArray[np.int32]  # [R, K]
     logprobs: NDArray[np.float16]  # [R, K] of the whole distribution at the sampling temperature
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingExample:
-    """One response, and what is known of the distributions that it was sampled from."""
-
     token_ids: NDArray[np.int32]  # [L] prompt and response
     prompt_len: int
     version: int  # of the policy that generated it
@@ -55,7 +48,6 @@ class TrainingExample:
 def example_from(
     sequence: TrainSequence, top_k: TopK | None, *, version: int, temperature: float, states: Tensor | None = None
 ) -> TrainingExample:
-    """Make an example of what the policy learned from; `version` is that of the policy that generated it."""
     return TrainingExample(
         token_ids=np.array(sequence.token_ids, np.int32),
         prompt_len=sequence.prompt_len,
@@ -67,7 +59,7 @@ def example_from(
 
 
 def checked(example: TrainingExample) -> TrainingExample:
-    """Return the argument. Raises DataError for one that cannot be learned from."""
+    """Raise DataError for an example that cannot be learned from."""
     if not 1 <= example.prompt_len < len(example.token_ids):
         raise DataError(
             f"example: got a prompt of {example.prompt_len} in {len(example.token_ids)} tokens, expected at least one "
@@ -87,7 +79,7 @@ def checked(example: TrainingExample) -> TrainingExample:
 
 
 def cut(example: TrainingExample, num_tokens: int) -> TrainingExample:
-    """Keep its first tokens: more than those of the prompt, fewer than all."""
+    """Keep the prompt, and the response's first tokens."""
     top_k, kept = example.top_k, num_tokens - example.prompt_len
     if top_k is not None:
         top_k = TopK(tokens=top_k.tokens[:kept].copy(), logprobs=top_k.logprobs[:kept].copy())
@@ -96,10 +88,9 @@ def cut(example: TrainingExample, num_tokens: int) -> TrainingExample:
 
 
 class DraftBuffer:
-    """The buffer of one run; the same on every rank."""
+    """It is the same on every rank."""
 
     def __init__(self, *, max_tokens: int, half_life_steps: float, seed: int, max_example_tokens: int) -> None:
-        """Start empty. Longer examples than `max_example_tokens` are cut, or left out if the prompt is that long."""
         self._max_tokens, self._half_life, self._seed = max_tokens, half_life_steps, seed
         self._longest = min(max_example_tokens, max_tokens)
         self._examples: list[TrainingExample] = []
@@ -118,8 +109,7 @@ class DraftBuffer:
         return sum(len(example.token_ids) for example in self._examples)
 
     def fitting(self, examples: Sequence[TrainingExample]) -> tuple[list[TrainingExample], int]:
-        """Return (the examples as kept, how many were cut), and count those left out. Raises DataError for an example
-        that cannot be learned from."""
+        """Return (the examples as kept, how many were cut). Raises as `checked`."""
         fit: list[TrainingExample] = []
         num_cut = 0
         for example in map(checked, examples):
@@ -133,7 +123,7 @@ class DraftBuffer:
         return fit, num_cut
 
     def add(self, examples: Sequence[TrainingExample]) -> None:
-        """Add them as far as they fit. Raises DataError for an example that cannot be learned from."""
+        """Raise as `checked`."""
         self._examples += self.fitting(examples)[0]
         self._evict()
 
@@ -143,11 +133,8 @@ class DraftBuffer:
         return taken
 
     def draw(self, number: int, num_tokens: int) -> list[TrainingExample]:
-        """Draw examples of at most `num_tokens` together, or one longer than that; none twice. [] when empty.
-
-        The `number`-th draw is the same while the content is. Weighted sampling without replacement by exponential keys
-        (Efraimidis and Spirakis, Inf. Proc. Letters 97, 2006).
-        """
+        """Draw without replacement by exponential keys (Efraimidis and Spirakis, Inf. Proc. Letters 97, 2006), at least
+        one; the same for the same `number` and content."""
         if not self._examples:
             return []
         chance = np.random.default_rng([self._seed, number])
@@ -198,8 +185,6 @@ class DraftBuffer:
 
 
 class _Stored(msgspec.Struct, frozen=True, array_like=True):
-    """A training example, whose arrays are bytes."""
-
     token_ids: bytes
     prompt_len: int
     version: int
@@ -248,8 +233,8 @@ def example_of(line: RolloutLine) -> TrainingExample:
 
 
 def read_rollouts(paths: Sequence[Path]) -> list[RolloutLine]:
-    """Read files, and all ``*.jsonl`` and ``step-*.bin`` in folders, by name; responses without tokens are left out.
-    Raises DataError for a line or a file that is none, and when there is nothing to learn from."""
+    """Read files, and ``*.jsonl`` and ``step-*.bin`` in folders. Raises DataError for a file that is none, or without a
+    response."""
     files = [
         file
         for path in paths

@@ -1,7 +1,7 @@
-"""``specactor drafter init|train|eval``: prepare a draft model offline, on the CPU, from a target and rollouts.
+"""``specactor drafter init|train|eval``: prepare a draft model offline.
 
-Invariants: what is wrong on the command line is one ConfigError, and `out` is checked before any work; a model's folder
-appears whole or not at all; equal arguments, with --updates and --threads, write equal bytes unless time runs out.
+Invariants: what is wrong on the command line is one ConfigError, before any work; equal arguments, with --updates and
+--threads, write equal bytes unless time runs out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from specactor.trainer.drafter.train import Deadline, DrafterTrainer, RefreshSta
 PROG = "specactor drafter"
 HELD_OUT = 8  # of one set of rollouts `train` leaves out every 8th response, and `eval` takes just these
 OF_RUNS = ("refresh", "max_updates", "zero")
-"""Settings of `DraftTrainingConfig` that say nothing about learning offline."""
+"""Settings that say nothing about learning offline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ Options = (
 
 
 def parse(argv: Sequence[str]) -> InitOptions | TrainOptions | EvalOptions:
-    """Read the command line; ``--help`` prints and raises SystemExit(0). Raises ConfigError for what is wrong."""
+    """Raise ConfigError, or SystemExit(0) after ``--help``."""
     if not argv or argv[0] not in ("init", "train", "eval", "-h", "--help"):
         raise ConfigError.at("command", argv[0] if argv else "none", "init, train or eval", f"See {PROG} --help")
     with one_line_errors(argv, lambda token: f"unknown setting {token}. Those there are: {PROG} {argv[0]} --help"):
@@ -128,7 +128,6 @@ def _check_train(options: TrainOptions) -> None:
 
 
 def run(argv: Sequence[str], console: Console) -> None:
-    """Run a subcommand. Raises SpecActorError."""
     options = parse(argv)
     if not isinstance(options, InitOptions):
         torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
@@ -147,7 +146,7 @@ def run(argv: Sequence[str], console: Console) -> None:
         case EvalOptions():
             found = evaluate(options)
             console.print(
-                f"{found.tokens} tokens, window {found.window}, entropy {found.entropy:.2f} nats\n"
+                f"{found.tokens} tokens, window {options.window}, entropy {found.entropy:.2f} nats\n"
                 f"accept_length {found.accept_length:.2f}\n"
                 f"accepted per token: {found.shared:.3f}, at most {found.overlap:.3f} (1 - TV)",
                 soft_wrap=True,
@@ -155,8 +154,7 @@ def run(argv: Sequence[str], console: Console) -> None:
 
 
 def train(options: TrainOptions) -> RefreshStats:
-    """Learn, and write the draft model. Raises SpecActorError, and writes nothing, where there was nothing to learn
-    from or no time for it."""
+    """Raise SpecActorError, and write nothing, without data or time for an update."""
     settings = options.distillation
     init.check_out(options.out, options.draft, options.target, *options.rollouts)
     found = _examples(options.rollouts)
@@ -194,11 +192,8 @@ def learn(
     updates: int,
     group: dist.ProcessGroup | None = None,
 ) -> RefreshStats:
-    """Distil the target into the model, in this process or, with equal arguments, in all of `group`.
-
-    `target` is not used where `settings.top_k` is 0 and the model is no head; `limit_s` includes its pass over the
-    examples. With `updates` the learning rate falls to a hundredth over so many; 0: as many as fit, at one rate.
-    """
+    """Distil the target into the model. `limit_s` includes a pass of the target over the examples. With `updates` the
+    learning rate falls to a hundredth; 0: as many as fit, at one rate."""
     layers = model.layers_learned if isinstance(model, Head) else ()
     # A pass of the target takes a third of a head's update. It is made once where its states fit as they do in a run.
     num_tokens = min(settings.buffer_tokens, sum(len(example.token_ids) for example in examples))
@@ -211,7 +206,12 @@ def learn(
     )
     trainer.buffer.add(examples)
     if not len(trainer.buffer):
-        raise _nothing_fits(settings)
+        raise ConfigError.at(
+            "distillation.tokens_per_microbatch, buffer_tokens",
+            min(settings.tokens_per_microbatch, settings.buffer_tokens),
+            "more tokens than the shortest prompt",
+            "Raise both to the tokens of a prompt with its response.",
+        )
     deadline = Deadline(time.perf_counter, limit_s, expected_s=0.0, group=group, device=trainer.device)
     if once:  # of what fits the buffer alone
         examples_with_top_k = acceptance.with_top_k(
@@ -222,21 +222,11 @@ def learn(
             go_on=lambda: not deadline.is_over(),
         )
         trainer.buffer.add(examples_with_top_k)
-
     return trainer.refresh(
         limit_s=limit_s - deadline.elapsed_s(),
         clock=time.perf_counter,
         max_updates=updates,
         rate_of=partial(_falling_rate, settings, updates) if updates else None,
-    )
-
-
-def _nothing_fits(settings: DraftTrainingConfig) -> ConfigError:
-    return ConfigError.at(
-        "distillation.tokens_per_microbatch, buffer_tokens",
-        min(settings.tokens_per_microbatch, settings.buffer_tokens),
-        "more tokens than the shortest prompt",
-        "Raise both to the tokens of a prompt with its response.",
     )
 
 

@@ -1,12 +1,10 @@
-"""An EAGLE-3 head in plain PyTorch: at its start, on disk in the published format, and over several drafted tokens.
+"""An EAGLE-3 head in plain PyTorch, trained over several drafted tokens.
 
-Pair i of a text is token i + 1 with the target's hidden states at token i; the head answers it with token i + 2. Where
-it drafts on, its own hidden states stand in for the target's. `Head.forward` computes that for all positions at once
-(training-time test, Li et al., arXiv 2503.01840): in step k every pair takes the head's hidden states of step k - 1 at
-the pair before it, and sees of the last k pairs the keys of the steps in which they would have been drafted.
+Pair i is token i + 1 with the target's hidden states at token i; the head predicts token i + 2. In later steps its own
+hidden states, at the pair before, take the target's place (training-time test, Li et al., arXiv 2503.01840).
 
-Shape legend: B texts, T tokens, P = T - 1 pairs, H hidden, F features (hidden states of all layers that are read), N
-heads, D head size, V vocabulary, W vocabulary of the head.
+Shapes: B texts, T tokens, P = T - 1 pairs, F hidden states of all layers, N heads, D head size, V vocabulary, W
+vocabulary of the head.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from specactor.trainer.drafter.buffer import read_rollouts
 
 _EMBEDDING = "embed_tokens.weight"
 _LAYER = {"layers.0.": "midlayer.", "model.": ""}
-"""Names of other writers, and those of the published heads."""
+"""Other writers' names, and the published ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +50,6 @@ class Eagle3Start:
 
 
 def is_head(folder: Path) -> bool:
-    """Return whether a folder's config.json is that of an EAGLE-3 head."""
     try:
         return EAGLE3_HEAD in (json.loads((folder / "config.json").read_bytes()).get("architectures") or ())
     except (OSError, ValueError):
@@ -60,26 +57,16 @@ def is_head(folder: Path) -> bool:
 
 
 def layers_read(num_layers: int) -> list[int]:
-    """Return the layers whose output a head reads, as config.json counts them: -1 is the embedding. Of a target with
-    few layers they are the last ones that SGLang hands out."""
+    """Return the layers that a head reads, as config.json counts them: -1 is the embedding."""
     usual = [1, num_layers // 2 - 1, num_layers - 4]
+    # of a target with few layers the last ones that SGLang hands out
     return usual if usual == sorted({*usual}) else list(range(max(-1, num_layers - 4), num_layers - 1))
 
 
 def features_of(target: Any, tokens_BT: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Run a causal model of transformers. Returns ([B, T, F] what a head of these layers reads, [B, T, V] logits)."""
+    """Return (features [B, T, F], logits [B, T, V])."""
     output = target(input_ids=tokens_BT, use_cache=False, output_hidden_states=True)
     return torch.cat([output.hidden_states[layer + 1] for layer in layers], dim=-1), output.logits
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self._eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self._eps) * self.weight
 
 
 class _Attention(nn.Module):
@@ -95,7 +82,7 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(self._heads * self._size, config.hidden_size, bias=False)
 
     def forward(self, x_BPI: Tensor, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Args: input; keys and values [B, N, P, D] of the steps before, to which those of this step are added."""
+        """Append this step's keys and values [B, N, P, D] to `steps`."""
         p = x_BPI.shape[1]
         k = len(steps)
         query = self._turned(self._split(self.q_proj(x_BPI), self._heads))
@@ -118,7 +105,6 @@ class _Attention(nn.Module):
         return x.view(*x.shape[:2], heads, self._size).transpose(1, 2)
 
     def _turned(self, x_BNPD: Tensor) -> Tensor:
-        """Rotary embedding."""
         half = torch.arange(0, self._size, 2, device=x_BNPD.device, dtype=torch.float32)
         place = torch.arange(x_BNPD.shape[2], device=x_BNPD.device, dtype=torch.float32)
         angles = (place[:, None] * self._theta ** (-half / self._size)).repeat(1, 2)
@@ -142,8 +128,8 @@ class _Layer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn, self.mlp = _Attention(config), _Mlp(config)
-        self.input_layernorm, self.hidden_norm = RMSNorm(size, eps), RMSNorm(size, eps)
-        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.input_layernorm, self.hidden_norm = nn.RMSNorm(size, eps), nn.RMSNorm(size, eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
 
     def forward(self, embedded: Tensor, hidden: Tensor, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
         both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), -1)
@@ -152,31 +138,30 @@ class _Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """Its parameters have the published names. The embedding is the target's, or frozen."""
+    """Its parameters have the published names."""
 
     def __init__(self, config: Any, embedding: Tensor, *, owns_embedding: bool = False) -> None:
-        """Take a LlamaConfig with the fields of EAGLE-3, and the embedding [V, H]."""
+        """Take a LlamaConfig with EAGLE-3's fields, and the embedding [V, H]."""
         super().__init__()
         self.config = config
         self.layers: list[int] = config.eagle_config["eagle_aux_hidden_state_layer_ids"]
         self.fc = nn.Linear(len(self.layers) * config.target_hidden_size, config.hidden_size, bias=False)
         self.midlayer = _Layer(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size), persistent=False)
         """[W] int64: the target's ids of the tokens that it can draft."""
         self.token_ids: Tensor
         self.owns_embedding = owns_embedding
         self.layers_learned = self.layers if owns_embedding else [-1, *self.layers]
-        """Of the policy, what it learns from in a run: also the embedding that they share, which learns, too."""
+        """What it learns from in a run: also the embedding that it shares, which learns, too."""
         self.register_buffer("embedding", embedding.detach(), persistent=False)
         self.embedding: Tensor
 
     def forward(
         self, tokens_BT: Tensor, features_BTF: Tensor, embedded_BTH: Tensor | None = None, *, steps: int
     ) -> Iterator[Tensor]:
-        """Give [B, T, W] logits of every step: those at a position are of the token after it. In step k the first
-        k + 1 positions have none: what is there has no meaning. `embedded_BTH` are the tokens in another embedding."""
+        """Yield each step's logits [B, T, W] of the next token; the first k + 1 positions of step k have no meaning."""
         if embedded_BTH is None:
             embedded_BTH = functional.embedding(tokens_BT, self.embedding)
         embedded = embedded_BTH[:, 1:]
@@ -188,7 +173,6 @@ class Head(nn.Module):
             hidden = functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
 
     def save_pretrained(self, folder: str, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Write config.json and model.safetensors, as `init.write_model` asks."""
         from safetensors.torch import save_file
 
         weights = dict(state_dict or self.state_dict())
@@ -203,8 +187,8 @@ class Head(nn.Module):
 
 
 def read_head(folder: Path, target: Any, embedding: Tensor) -> Head:
-    """Read a head of a target of this transformers' config, with this embedding [V, H] if it shares it. Raises
-    ConfigError where it does not fit."""
+    """Read a head of a target with this transformers' config, and embedding [V, H]. Raises ConfigError where it does
+    not fit."""
     from safetensors.torch import load_file
 
     from specactor.trainer.drafter.init import the_transformers
@@ -244,7 +228,6 @@ def read_head(folder: Path, target: Any, embedding: Tensor) -> Head:
 
 
 def _refuse_others(config: Any) -> None:
-    """Raise ConfigError for a head of which `Head` would compute something else than the engine serves."""
     rope, eagle = config.rope_parameters.get("rope_type", "default"), config.eagle_config or {}
     for other, got, expected in (
         (rope != "default", f"a head with rope_type {rope}", "rope_type default"),
@@ -266,8 +249,7 @@ def _refuse_others(config: Any) -> None:
 
 
 def make_head(target: Any, start: Eagle3Start) -> Head:
-    """Make a head that has learned nothing: it passes the last layer that it reads on to the target's own last norm and
-    output projection. Args: target: a causal model of transformers."""
+    """Pass the last layer that it reads on to the target's last norm and output projection."""
     from specactor.trainer.drafter.init import the_transformers
 
     source = target.config
@@ -305,7 +287,6 @@ def make_head(target: Any, start: Eagle3Start) -> Head:
 
 
 def _frequent(start: Eagle3Start, vocab: int) -> Tensor:
-    """[W]: the tokens to draft, in order."""
     if start.draft_vocab >= vocab or not start.draft_vocab:
         return torch.arange(vocab)
     counts = Counter(dict.fromkeys(range(vocab), 0))

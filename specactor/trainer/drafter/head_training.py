@@ -1,7 +1,6 @@
-"""An EAGLE-3 head learns: offline from the target, which is run beside it for its hidden states and distribution; in a
-run from those that the policy's own update computed.
+"""An EAGLE-3 head learns: offline from the target, in a run from what the policy's update computed.
 
-Shape legend: T tokens, N response tokens, V vocabulary, W vocabulary of the head, K top-k, F numbers of several layers.
+Shapes as in `drafter.losses`; W vocabulary of the head.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ DECAY = 0.8  # weight of a step beside the one before it, which more drafts reac
 
 
 def logprobs(target: Any, head: Head, batch: losses.Batch, *, steps: int) -> list[Tensor]:
-    """Return [N, V] log-probabilities of the target's, then those of every step of the head: -inf where it drafts
-    nothing, at tokens that it does not know and at places of a response that a step does not reach."""
+    """Return [N, V] of the target, then of every step of the head: -inf at tokens that it does not know, and at places
+    that it does not reach."""
     with torch.no_grad():
         features, logits = features_of(target, batch.tokens_BT, head.layers)
         made = [losses.draft_logprobs(logits.flatten(0, 1)[batch.row_N], batch.temperatures_N)]
@@ -40,8 +39,7 @@ def logprobs(target: Any, head: Head, batch: losses.Batch, *, steps: int) -> lis
 
 
 class HeadTrainer(DrafterTrainer):
-    """A head with its optimizer and buffer. Offline, in one process, it learns from the target, which is run beside it;
-    in a run from what the policy's own passes left in its examples, and an example is needed once."""
+    """With `target` it learns offline; without, from examples with the policy's states."""
 
     def __init__(
         self,
@@ -52,7 +50,7 @@ class HeadTrainer(DrafterTrainer):
         group: dist.ProcessGroup | None = None,
         target: Any = None,
     ) -> None:
-        """Take a causal model of transformers as target. Collective. Raises ConfigError with ZeRO."""
+        """Raise ConfigError with ZeRO. Collective."""
         rules_of(config, "distillation")(
             "zero", config.zero == "off", "off with an EAGLE-3 head", "It is small: ZeRO has nothing to divide."
         )
@@ -60,11 +58,11 @@ class HeadTrainer(DrafterTrainer):
         self._head, self._target = head, target
         vocab, known = len(head.embedding), len(head.token_ids)
         self._column_V = torch.full((vocab,), known, device=self.device)
-        """Of the head's logits, for each of the target's tokens; one beyond the last: it cannot draft that one."""
+        """The head's logit of each of the target's tokens; one beyond the last: it cannot draft that one."""
         self._column_V[head.token_ids] = torch.arange(known, device=self.device)
 
     def _loss(self, batch: losses.Batch) -> tuple[Tensor, Tensor]:
-        """Mean over the steps of KL(policy, head), of as much of the policy as the head's vocabulary covers."""
+        """Average KL(policy, head) over the steps."""
         weights = [DECAY**step for step in range(STEPS)]
         loss, first, overlap = torch.zeros((), device=self.device), None, torch.zeros((), device=self.device)
         by_step = self._from_target(batch) if self._target is not None else self._from_policy(batch)
@@ -78,7 +76,7 @@ class HeadTrainer(DrafterTrainer):
         return loss, torch.stack([*sums, known.new_tensor(float(len(batch.place_N)))])
 
     def _from_target(self, batch: losses.Batch) -> Iterator[tuple[Tensor, Tensor]]:
-        """(KL [N], overlap [N]) of every step, over the vocabulary."""
+        """Yield (KL [N], overlap [N]) of every step."""
         logp_NV, *by_step = logprobs(self._target, self._head, batch, steps=STEPS)
         p_NV = logp_NV.exp()
         for logq_NV in by_step:
@@ -113,7 +111,7 @@ class HeadTrainer(DrafterTrainer):
 
 
 def _kl(p_NV: Tensor, logp_NV: Tensor, logq_NV: Tensor) -> Tensor:
-    """[N], over the tokens that the head knows; 0 where it drafts nothing."""
+    """Return KL [N] over the tokens that the head knows."""
     known_NV = logq_NV.isfinite()
     difference_NV = logp_NV - logq_NV.where(known_NV, torch.zeros_like(logq_NV))
     return (p_NV * difference_NV).where(known_NV, torch.zeros_like(p_NV)).sum(1)

@@ -1,7 +1,7 @@
-"""The draft model at its start: cut out of the target, or random; a dense model in Hugging Face format.
+"""The draft model at its start, in Hugging Face format.
 
 Invariants: equal arguments give equal bytes; the process's random state is neither read nor moved; a folder appears
-under its name only when it is whole; what was there stays until then, and is replaced only if it was a model.
+whole or not at all, and replaces only a model.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ Start = TargetStart | RandomStart | Eagle3Start
 
 
 def make_draft_model(target: Path, folder: Path, start: Start) -> int:
-    """Write the draft model, with the target's tokenizer, into a new `folder`; return its number of parameters. Raises
-    ConfigError when there is something in the folder, or the target cannot be cut so."""
+    """Return the number of parameters. Raises ConfigError when `folder` is not empty."""
     if folder.exists() and not _is_empty(folder):
         raise ConfigError.at(
             "out", str(folder), "a path that does not exist or an empty folder", "Choose another, or remove it."
@@ -80,7 +79,6 @@ def make_draft_model(target: Path, folder: Path, start: Start) -> int:
 
 
 def new_draft(target: Path, start: Start) -> Any:
-    """Make a draft model of the target in a folder. Raises ConfigError when the target cannot be cut so."""
     match start:
         case TargetStart():
             return _cut(target, start)
@@ -91,7 +89,7 @@ def new_draft(target: Path, start: Start) -> Any:
 
 
 def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
-    """Read a causal model in float32, leaving the random state alone. Raises ConfigError where there is none."""
+    """Read in float32, leaving the random state alone. Raises ConfigError where there is no causal model."""
     auto = the_transformers().AutoModelForCausalLM
     try:
         with torch.random.fork_rng(devices=[]):
@@ -104,7 +102,6 @@ def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
 
 
 def read_draft(folder: Path, target: Any) -> Any:
-    """Read a draft model, or an EAGLE-3 head of the target."""
     if not is_head(folder):
         return read_model(folder)
     return read_head(folder, target.config, target.get_input_embeddings().weight)
@@ -112,8 +109,7 @@ def read_draft(folder: Path, target: Any) -> Any:
 
 @torch.no_grad()
 def fill_buffers(model: nn.Module) -> None:
-    """Compute the frequencies of rotary embeddings, which no file holds. Where torch stands in for CUDA
-    (`cpu.megatron`) transformers leaves them as memory happens to be."""
+    """Compute rotary frequencies, which transformers leaves uninitialised where torch stands in for CUDA."""
     for module in model.modules():
         if isinstance(getattr(module, "inv_freq", None), Tensor):
             fresh = type(module)(module.config)
@@ -122,8 +118,7 @@ def fill_buffers(model: nn.Module) -> None:
 
 
 def read_fitting(folder: Path, policy: Any, device: torch.device | str) -> Any:
-    """Read a run's draft model, or head: without an embedding that it shares, since the policy's own passes say what is
-    in that. Raises ConfigError where it does not fit the policy, of which this is transformers' config."""
+    """Raise ConfigError for a model or head that does not fit a policy of this transformers' config."""
     if is_head(folder):
         return read_head(folder, policy, torch.empty(policy.vocab_size, 0)).to(device)
     model, vocab_size = read_model(folder, device), policy.vocab_size
@@ -138,7 +133,7 @@ def read_fitting(folder: Path, policy: Any, device: torch.device | str) -> Any:
 
 
 def check_out(out: Path, *inputs: Path) -> None:
-    """Raise ConfigError where a model must not, or cannot, be written. `inputs` are read, and must stay."""
+    """Raise ConfigError where a model cannot be written, or would replace something else."""
     if out.exists() and not (_is_empty(out) or _is_model(out)):
         raise ConfigError.at(
             "out",
@@ -165,8 +160,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def write_model(model: Any, folder: Path, *, tokenizer: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write a model whole or not at all, in place of what was there; `weights` replace the model's own. Raises
-    ConfigError for a folder that holds something else (`check_out`), OSError where the disk fails."""
+    """Write whole or not at all; `weights` replace the model's. Raises as `check_out`, and OSError."""
     assert not dist.is_initialized() or dist.get_rank() == 0, "transformers writes nothing on other ranks, silently"
     check_out(folder)
     folder = folder.resolve()
@@ -192,25 +186,21 @@ def write_model(model: Any, folder: Path, *, tokenizer: Path, weights: Mapping[s
 
 
 def quiet() -> None:
-    """Switch transformers' progress bars off in this process."""
     the_transformers().utils.logging.disable_progress_bar()
 
 
 def the_transformers() -> Any:
-    """Import the library so that torchvision does not fail beside a CPU build of torch."""
-    if torch.version.cuda is None:
+    if torch.version.cuda is None:  # torchvision fails beside a CPU build of torch
         torchvision_ops.install()
     import transformers
 
     return transformers
 
 
-def _dense(source: Any, **shape: Any) -> Any:
-    """Make a dense Qwen3 model of random weights, of the target's config but for `shape`."""
+def _dense(source: Any, *, seed: int, **shape: Any) -> Any:
     transformers = the_transformers()
     same = ("vocab_size", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id")
     theirs = {name: getattr(source, name, None) for name in same}
-    seed = shape.pop("seed")
     config = transformers.Qwen3Config(**theirs | shape, dtype="float32")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -264,7 +254,7 @@ def _cut(target: Path, start: TargetStart) -> Any:
 
 
 def _dense_mlp(weights: Mapping[str, Tensor], layer: int, projection: str, taken: int) -> Tensor:
-    """Put the first `taken` experts of a layer side by side in one wide MLP: exactly the mean of what they answer."""
+    """Put experts into one MLP: exactly the mean of their answers."""
     if f"{_MODEL}{layer}.mlp.{projection}.weight" in weights:  # a dense layer among mixtures
         raise DataError(f"layer {layer} of the target is dense, others are not. Start the draft model at random.")
     experts = list(expert_weights(weights, layer, projection)[:taken])
@@ -272,7 +262,7 @@ def _dense_mlp(weights: Mapping[str, Tensor], layer: int, projection: str, taken
 
 
 def expert_weights(weights: Mapping[str, Tensor], layer: int, projection: str) -> Tensor:
-    """[experts, out, in] of a Qwen3-MoE layer in transformers' names: one tensor per expert, or fused ones."""
+    """Return [experts, out, in] of a Qwen3-MoE layer."""
     before = f"{_MODEL}{layer}.mlp.experts."
     fused = f"{before}{'down_proj' if projection == 'down_proj' else 'gate_up_proj'}"
     if fused in weights:
@@ -286,7 +276,6 @@ def expert_weights(weights: Mapping[str, Tensor], layer: int, projection: str) -
 
 @torch.no_grad()
 def _copy(draft: nn.Module, weights: Mapping[str, Tensor], experts: int) -> None:
-    """Fill the draft model from the target's weights, with so many experts of each layer; 0: the target is dense."""
     for name, parameter in draft.named_parameters():
         projection = name.removesuffix(".weight").rpartition(".")[2]
         if experts and projection in _MLP:

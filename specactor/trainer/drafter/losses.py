@@ -1,9 +1,9 @@
-"""The draft model's loss: training examples as padded tensors, and the draft model's distance from the policy.
+"""The draft model's loss: its distance from the policy, on padded batches of training examples.
 
 Invariant: an example's loss does not depend on its neighbours.
 
-Shape legend: B examples, T tokens of the longest of them, N response tokens of all of them, V vocabulary, K top-k, F
-numbers of the policy's hidden states.
+Shapes: B examples, T tokens of the longest, N response tokens of all, V vocabulary, K top-k, F numbers of hidden
+states.
 """
 
 # ruff: noqa: N815 - tensor fields carry shape suffixes
@@ -37,10 +37,10 @@ class Batch:
 
 
 def plan_micro_batches(lengths: Sequence[int], ranks: int, capacity: int) -> list[list[list[int]]]:
-    """Return per rank its micro-batches; per micro-batch, indices into `lengths`.
+    """Return per rank its micro-batches of indices; neighbours in length are together.
 
     Every index is in one; rows * longest is at most `capacity`, or it is one example; all ranks have the same number,
-    some of them empty only where no other holds two examples. Neighbours in length are together.
+    some of them empty only where no other holds two examples.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     made: list[list[int]] = []
@@ -58,12 +58,11 @@ def plan_micro_batches(lengths: Sequence[int], ranks: int, capacity: int) -> lis
 
 
 def build(examples: Sequence[TrainingExample], device: torch.device) -> Batch:
-    """Make tensors of the examples, padded on the right, where a causal mask hides it. Without examples: one token."""
     longest = max((len(example.token_ids) for example in examples), default=1)
     width = next((example.top_k.tokens.shape[1] for example in examples if example.top_k), 0)
     tokens = np.zeros((max(1, len(examples)), longest), np.int64)
     for row, example in zip(tokens, examples, strict=False):
-        row[: len(example.token_ids)] = example.token_ids
+        row[: len(example.token_ids)] = example.token_ids  # padded on the right, where a causal mask hides it
     sizes = [example.response_len for example in examples]
     rows = [
         np.arange(example.prompt_len - 1, len(example.token_ids) - 1) + i * longest
@@ -94,13 +93,13 @@ def build(examples: Sequence[TrainingExample], device: torch.device) -> Batch:
 
 
 def draft_logprobs(logits_NV: Tensor, temperatures_N: Tensor) -> Tensor:
-    """log q [N, V], float32, at the temperature that the policy was sampled at: drafters sample at the same."""
+    """Return log q [N, V], float32."""
     return (logits_NV.float() / temperatures_N[:, None]).log_softmax(-1)
 
 
 def token_losses(logq_NV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return (loss [N] in nats, overlap [N] without a gradient, 0 where no top-k is known). The loss is KL(policy,
-    draft) where the top-k is known, else the sampled token's cross entropy: both have one gradient in expectation."""
+    """Return (loss [N] in nats, overlap [N]): KL(policy, draft) where the top-k is known, else the sampled token's
+    cross entropy, which has the same gradient in expectation."""
     sample_N = -logq_NV.gather(1, batch.targets_N[:, None])[:, 0]
     if not batch.top_tokens_NK.shape[1] or not bool(batch.has_top_k_N.any()):
         return sample_N, torch.zeros_like(sample_N)
@@ -111,8 +110,8 @@ def token_losses(logq_NV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def forward_kl(logq_NV: Tensor, top_tokens_NK: Tensor, top_logp_NK: Tensor) -> Tensor:
-    """[N] KL(p, q) of the distributions over the K tokens and one more that stands for all others. Never more than KL
-    over the vocabulary, equal to it for K = V, and 0 only where q = p on the K tokens."""
+    """[N] KL(p, q) over the K tokens and one for all others: never more than over the vocabulary, equal for K = V, 0
+    only where q = p on the K tokens."""
     logq_NK = logq_NV.gather(1, top_tokens_NK)
     logp_NK = top_logp_NK.float()
     kl_N = (logp_NK.exp() * (logp_NK - logq_NK)).sum(1)
@@ -124,16 +123,14 @@ def forward_kl(logq_NV: Tensor, top_tokens_NK: Tensor, top_logp_NK: Tensor) -> T
 
 
 def overlap(logq_NV: Tensor, top_tokens_NK: Tensor, top_logp_NK: Tensor) -> Tensor:
-    """[N] sum of min(p, q) over the K tokens and the rest: at least 1 - TV, the most that any drafter that follows q
-    gets accepted; equal for K = V."""
+    """[N] sum of min(p, q) over the K tokens and the rest: at least 1 - TV, equal for K = V."""
     q_NK, p_NK = logq_NV.gather(1, top_tokens_NK).exp(), top_logp_NK.float().exp()
     rest_q_N = (1 - q_NK.sum(1)).clamp(min=0)
     return torch.minimum(p_NK, q_NK).sum(1) + torch.minimum(_probability_of_others(top_logp_NK.float()), rest_q_N)
 
 
 def _probability_of_others(logp_NK: Tensor) -> Tensor:
-    """[N] probability of all other tokens; in half precision the K may sum to a little more than 1."""
-    return (1 - logp_NK.exp().sum(1)).clamp(min=0)
+    return (1 - logp_NK.exp().sum(1)).clamp(min=0)  # in half precision the K may sum to a little more than 1
 
 
 def _joined(parts: Sequence[NDArray[Any]], kind: type, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
-"""The draft model in a run: it learns after a step, its new weights reach whoever drafts, and checkpoints hold it.
+"""The draft model in a run: it learns after a step, reaches whoever drafts, and is in checkpoints.
 
 Invariants: every rank calls the same methods with the same values; the policy's tokens, rewards and losses are those of
-a run without it; after `save` and `load` it goes on as if it had not stopped. What may fail: see `Distillation`.
+a run without it; after `save` and `load` it goes on as if it had not stopped.
 """
 
 from __future__ import annotations
@@ -39,30 +39,24 @@ FOLDER = "drafter"  # in a checkpoint
 
 @dataclass(kw_only=True)
 class TimeAccount:
-    """The seconds that refreshes may take: what one takes beyond its share is taken off the next ones."""
+    """What a refresh takes beyond its share is taken off the next ones."""
 
     push_s: float = 0.0
-    """Of the last push; halved by every refresh since that made none, or a slow one would leave no time for a refresh,
-    and so for a push, ever again."""
+    """Of the last push; halved by every refresh without one, or a slow push would leave no time for another, ever."""
     owed_s: float = 0.0
 
     def limit_s(self, share_s: float, spent_s: float) -> float:
-        """Return the seconds left to learn in, of this refresh's share, when it has spent so many."""
         return max(0.0, share_s - spent_s - self.push_s - self.owed_s)
 
     def ended(self, share_s: float, took_s: float) -> None:
-        """Count a refresh. At most half a share is owed, so that one that was held up stops no others."""
+        """At most half a share is owed, so that a slow refresh stops no others."""
         self.owed_s = min(share_s / 2, max(0.0, self.owed_s + took_s - share_s))
 
 
 class Distillation:
-    """The learning draft model of a run; one per rank, with a copy.
-
-    What goes wrong here costs speed: a refresh that fails leaves the weights there are, and whoever refuses a push goes
-    on with its own and is asked again. Memory is excepted: torch.OutOfMemoryError in a refresh ends the run, since the
-    others wait for that rank. Refreshes keep to their share of the steps in the long run, if they spend no more than
-    half of it beside learning.
-    """
+    """A refresh that fails leaves the weights there are; whoever refuses a push keeps its own and is asked again. Only
+    torch.OutOfMemoryError ends the run, since others wait for that rank. Refreshes keep to their share of the steps if
+    they spend at most half of it beside learning."""
 
     def __init__(
         self,
@@ -77,12 +71,7 @@ class Distillation:
         device: torch.device | str = "cpu",
         clock: Clock = time.perf_counter,
     ) -> None:
-        """Read the draft model. Collective. Raises ConfigError for one that does not fit the policy.
-
-        Args: `recorder_of` makes the recorder of the policy's distributions, and of the outputs of these layers, from
-        which a head learns; `policy` is transformers' config; `engines` returns this rank's that hold a draft model;
-        `processes` are its drafter processes; `note` prints.
-        """
+        """Raise ConfigError for a draft model that does not fit `policy`, transformers' config. Collective."""
         self.config = DraftTrainingConfig.of(config.distillation)
         self._collective = collective
         self._temperature = config.rollout.temperature
@@ -90,7 +79,7 @@ class Distillation:
         self._engines, self._processes = engines, processes
         self._note, self._clock = note, clock
         self._held: WeakKeyDictionary[TargetEngine, int] = WeakKeyDictionary()
-        """Versions that engines took; others hold the weights that they were started with, version 0."""
+        """Versions that engines took; others hold version 0."""
         self._account = TimeAccount()
         self._unpushed: tuple[float, float] | None = None  # share and seconds of a refresh without a push
         init.quiet()
@@ -104,8 +93,7 @@ class Distillation:
     def refresh(
         self, sequences: Sequence[TrainSequence], *, version: int, step_s: float, is_last: bool
     ) -> dict[str, float]:
-        """Remember an RL step, and learn. Returns metrics. Collective. `sequences` are as the policy learned from them;
-        `version` is of the policy that generated them; `step_s` is this rank's. Nothing is learned in the last step."""
+        """Remember an RL step of policy `version`, and learn unless it is the last. Collective."""
         began_s, num_cut = self._clock(), self._remember(sequences, version)
         share_s = max(0.0, step_s) * self.config.refresh
         limit_s = self._account.limit_s(share_s, self._clock() - began_s)
@@ -126,7 +114,7 @@ class Distillation:
         return metrics | (_metrics_of(stats) if stats is not None else {})
 
     def push(self) -> dict[str, float]:
-        """Bring the draft model's version to all that draft with an older one. Returns metrics. Collective."""
+        """Send the weights to all that have older ones. Collective."""
         began_s, version = self._clock(), self.drafter.version
         behind = [engine for engine in self._engines() if self._held.get(engine, 0) < version]
         wanting = bool(behind) or self._processes.want(version)
@@ -159,8 +147,7 @@ class Distillation:
         return metrics | {"drafter/oldest_version": self._oldest()}
 
     def save(self, folder: Path) -> None:
-        """Write into a checkpoint, unless weights are not finite. Collective. Raises CheckpointError where the disk
-        fails."""
+        """Write if weights are finite. Collective. Raises CheckpointError where the disk fails."""
         own = folder / FOLDER
         if not self._is_sound():
             return  # a run that resumes there begins with the draft model of the config
@@ -180,7 +167,7 @@ class Distillation:
                 self._collective.together("checkpoint", write)
 
     def load(self, checkpoint: Path) -> None:
-        """Load from a checkpoint; without a draft model in it that starts anew. Collective."""
+        """Start anew if the checkpoint has no draft model. Collective."""
         folder = checkpoint / FOLDER
         if self._collective.any(not folder.is_dir()):
             self._note(f"{checkpoint} holds no draft model: it starts from {self._folder}")
@@ -196,8 +183,7 @@ class Distillation:
         self._account = TimeAccount(push_s=state["push_s"], owed_s=state["owed_s"])
 
     def export(self, folder: Path) -> bool:
-        """Write in Hugging Face format, unless weights are not finite; return whether it was. Collective. Raises
-        CheckpointError where the disk fails."""
+        """Write in Hugging Face format if weights are finite; return whether. Raises as `save`."""
         if not self._is_sound():
             return False
         weights = dict(self.drafter.named_weights())
@@ -214,7 +200,7 @@ class Distillation:
         self._sender.close()
 
     def _remember(self, sequences: Sequence[TrainSequence], version: int) -> int:
-        """Put the step's responses into the buffer; returns how many of them were cut."""
+        """Return how many responses were cut."""
         known: Sequence[TopK | None] = [None] * len(sequences)
         states: Sequence[Tensor | None] = [None] * len(sequences)
         if self.recorder is not None:
@@ -255,7 +241,7 @@ class Distillation:
         return stats, False
 
     def _is_sound(self) -> bool:
-        """Return whether the weights may be drafted with later; print if not. Collective."""
+        """Return whether weights are finite. Collective."""
         sound = not self._collective.any(not self.drafter.is_finite())
         if not sound:
             self._note("draft model: has weights that are not finite. They are neither pushed, saved nor exported.")
@@ -275,7 +261,7 @@ class Distillation:
 
 
 def left_behind(checkpoint: Path, draft_model: str) -> str:
-    """Return a note for a run that resumes there without refreshes, and drafts with `draft_model`, if one is needed."""
+    """Return a note for a run that resumes there without refreshes."""
     if not draft_model or not (checkpoint / FOLDER).is_dir():
         return ""
     return (
@@ -286,7 +272,7 @@ def left_behind(checkpoint: Path, draft_model: str) -> str:
 
 @contextmanager
 def _written(what: Path) -> Iterator[None]:
-    """Raise CheckpointError, on every rank, where the disk of one fails."""
+    """Raise CheckpointError where a rank's disk fails."""
     try:
         yield
     except (OSError, SafetensorError) as error:

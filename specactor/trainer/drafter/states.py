@@ -1,9 +1,6 @@
-"""Hidden states of the policy, for an EAGLE-3 head to learn from: taken out of the passes of its own update.
+"""Hidden states of the policy, taken out of its own update for an EAGLE-3 head to learn from.
 
-Every rank keeps what it computes: its sequences, its part of their tokens, its layers. After the update all ranks have
-all of it, so any layout will do. Of a step as many tokens are kept as fit `MAX_BYTES`.
-
-Shape legend: T positions of a micro-batch on this rank, S tokens that are kept, H hidden, F numbers of all layers.
+Shapes: T positions of a micro-batch on this rank, S tokens that are kept, H hidden, F numbers of all layers.
 """
 
 from __future__ import annotations
@@ -25,12 +22,11 @@ if TYPE_CHECKING:
 MAX_BYTES = 256 * 2**20
 """Of the states of one step, on every rank's host."""
 STATES = torch.bfloat16
-"""A head is told the policy's states to three digits, in half of the memory."""
+"""Three digits suffice a head, in half of the memory."""
 
 
 class StateRecorder:
-    """The hidden states of one RL step's sequences, each from the update that learned from it. Every rank calls it
-    alike."""
+    """Every rank calls it alike."""
 
     def __init__(
         self,
@@ -42,11 +38,8 @@ class StateRecorder:
         device: torch.device,
         part: tuple[int, int],
     ) -> None:
-        """Watch these layers' outputs; -1 is the embedding.
-
-        Args: Megatron's modules of a layer on this rank; this tensor-parallel rank and how many of them divide a
-        micro-batch's positions among them: 1, or all of them under sequence parallelism.
-        """
+        """`modules_of` returns Megatron's modules of a layer; `part` is this tensor-parallel rank, and how many divide
+        positions."""
         self._hidden, self._device = hidden_size, device
         self._num_features = len(layers) * hidden_size
         self._max_tokens = min(max_tokens, MAX_BYTES // (self._num_features * STATES.itemsize))
@@ -55,14 +48,14 @@ class StateRecorder:
         self._row_of: Tensor
         self._states_SF: Tensor
         self._rows_T: Tensor | None = None
-        """Of the micro-batch whose forward pass is made; -1: that token is not kept."""
+        """Of the micro-batch in its forward pass; -1: not kept."""
         self._known: dict[int, Tensor] = {}
         for block, layer in enumerate(layers):
             for module in modules_of(layer):
                 module.register_forward_hook(partial(self._keep, block))
 
     def begin(self, sequences: Sequence[TrainSequence]) -> None:
-        """Choose those of an update whose states are kept: with long responses first, which rollouts wait for."""
+        """Choose those that are kept: long responses first, which rollouts wait for."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
         self._chosen, left = [], self._max_tokens
         for i in sorted(range(len(sequences)), key=lambda i: (-sequences[i].response_len, i)):
@@ -79,7 +72,7 @@ class StateRecorder:
 
     @contextmanager
     def forward(self, batch: MicroBatch) -> Iterator[None]:
-        """Enclose the forward pass of a chunk over a micro-batch: one that is made again for gradients is not kept."""
+        """Enclose a chunk's forward pass; one that is made again is not kept."""
         rows_T = self._row_of[batch.text_T.clamp(min=0)].masked_fill(batch.text_T < 0, -1)
         if self._parts > 1:
             rows_T = rows_T.chunk(self._parts)[self._tensor_rank]
@@ -100,7 +93,7 @@ class StateRecorder:
         self._states_SF[self._rows_T[kept], block * self._hidden : (block + 1) * self._hidden] = states
 
     def end(self, sequences: Sequence[TrainSequence]) -> None:
-        """Remember the states of the update that `begin` told of. Collective."""
+        """Give all ranks all states. Collective."""
         states_SF = self._states_SF
         if dist.is_initialized() and len(states_SF):  # each number was seen by one rank, others add zero
             everywhere = states_SF.to(self._device)
@@ -112,6 +105,6 @@ class StateRecorder:
         del self._states_SF, self._row_of
 
     def take(self, sequences: Sequence[TrainSequence]) -> list[Tensor | None]:
-        """Return the states [L, F] of all sequences of the step, None where they were not kept, and empty it."""
+        """Return and forget each sequence's states [L, F]; None: not kept."""
         known, self._known = self._known, {}
         return [known.get(id(sequence)) for sequence in sequences]

@@ -1,13 +1,12 @@
 """The policy's top-k log-probabilities, recorded from logits that the trainer computes anyway.
 
-Shape legend: T tokens, V entries of the vocabulary on this rank (rank r of the group holds ids r*V .. (r+1)*V - 1), K
-top-k, R response positions of a micro-batch.
+Shapes as in `trainer.logprobs`; K top-k, R response positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,9 +20,8 @@ from specactor.trainer.logprobs import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
     from specactor.trainer.microbatch import MicroBatch
+    from specactor.trainer.model_trainer import Objective, Watch
     from specactor.types import TrainSequence
-
-    Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 SURELY_NOT = -60.0
 """Log-probability of what is not there: finite, since 0 times -inf is not 0."""
@@ -33,11 +31,8 @@ SURELY_NOT = -60.0
 def vocab_parallel_top_k(
     logits_TV: Tensor, k: int, *, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (ids [T, K] int64, log-probabilities [T, K] float32) of softmax(logits / temperature), best first.
-
-    Every rank of `group` gets the same (None: this rank holds the whole vocabulary). K is `k`, or the vocabulary if
-    that is smaller. Ranks send k candidates per token, never logits.
-    """
+    """Return (ids [T, K] int64, log-probabilities [T, K] float32) of softmax(logits / temperature), best first, on
+    every rank of `group` (None: this rank holds all)."""
     if group is not None and dist.get_world_size(group) == 1:
         group = None
     ranks = 1 if group is None else dist.get_world_size(group)
@@ -64,18 +59,13 @@ def vocab_parallel_top_k(
 
 
 def _of_shard(logits_CV: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(largest scaled logits [C, K], their columns [C, K], logsumexp [C]) of this rank's shard."""
     scaled_CV = logits_CV.to(torch.float32) / temperature
     values, columns = scaled_CV.topk(min(k, scaled_CV.shape[1]), dim=1)
     return values, columns, scaled_CV.logsumexp(1)
 
 
 class TopKRecorder:
-    """The top-k of one RL step's sequences, each from the update that learned from it. Every rank calls it alike.
-
-    It stands around the objective, keeps the top k of the response tokens, and costs no forward pass. In a step of
-    several updates they are those of the pass before.
-    """
+    """Keeps each sequence's top-k from the update that learns from it. Every rank calls it alike."""
 
     def __init__(
         self,
@@ -87,8 +77,6 @@ class TopKRecorder:
         group: dist.ProcessGroup | None,
         states: StateRecorder | None = None,
     ) -> None:
-        """Start empty. `vocab_size` is of all ranks; `group` shares it (None: every rank holds all); `states` are
-        recorded beside."""
         self.states = states
         self._k, self._temperature, self._group = k, temperature, group
         self._vocab_size, self._device = vocab_size, device
@@ -97,8 +85,6 @@ class TopKRecorder:
         self._known: dict[int, TopK] = {}
 
     def around(self, objective: Objective) -> Objective:
-        """Return the objective, which then records its micro-batches."""
-
         def observed(batch: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logits_RV = logits_1TV.detach()[0].index_select(0, batch.rows_R)
             ids, logprobs = vocab_parallel_top_k(logits_RV, self._k, temperature=self._temperature, group=self._group)
@@ -108,15 +94,15 @@ class TopKRecorder:
 
         return observed
 
-    def begin(self, sequences: Sequence[TrainSequence]) -> Callable[[MicroBatch], AbstractContextManager[None]]:
-        """Tell of the sequences of the next update; return what encloses its forward passes."""
+    def begin(self, sequences: Sequence[TrainSequence]) -> Watch:
+        """Return what encloses the next update's forward passes."""
         if self.states is None:
-            return lambda _: nullcontext()
+            return nullcontext
         self.states.begin(sequences)
         return self.states.forward
 
     def updated(self, sequences: Sequence[TrainSequence]) -> None:
-        """Remember the top-k of all response tokens of an update, which has learned from these. Collective."""
+        """Keep the top-k of an update's responses. Collective."""
         sizes = [sequence.response_len for sequence in sequences]
         width = min(self._k, self._vocab_size)
         ids = torch.zeros((sum(sizes), width), dtype=torch.int32)
@@ -140,6 +126,6 @@ class TopKRecorder:
             self._known[id(sequence)] = TopK(tokens=tokens.numpy(), logprobs=values.numpy().astype(np.float16))
 
     def take(self, sequences: Sequence[TrainSequence]) -> list[TopK]:
-        """Return the top-k of all sequences of the step, the very objects that were learned from, and empty it."""
+        """Return and forget the top-k of these very objects."""
         known, self._known = self._known, {}
         return [known[id(sequence)] for sequence in sequences]

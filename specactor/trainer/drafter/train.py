@@ -1,8 +1,8 @@
 """The drafter trainer: the draft model learns from the buffer for a bounded time, after RL steps.
 
-Invariants: losses do not depend on the number of ranks (up to float32 rounding), and all ranks stop at the same
-micro-batch; the process's random state is neither read nor moved; an update is made whole or not at all; after `save`
-and `load` training goes on as before.
+Invariants: losses do not depend on the number of ranks (up to float32 rounding), and all stop at the same micro-batch;
+the process's random state is neither read nor moved; an update is made whole or not at all; after `save` and `load`
+training goes on as before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Stopped = Literal["time", "updates", "empty"]
 
 @dataclass(frozen=True, kw_only=True)
 class RefreshStats:
-    """Results of one `DrafterTrainer.refresh`; equal on all ranks, but for `seconds`."""
+    """Equal on all ranks, but for `seconds`."""
 
     updates: int
     micro_steps: int  # of every rank, with those of an update that was given up
@@ -47,12 +47,12 @@ class RefreshStats:
 
 
 class Deadline:
-    """The time of one refresh, on which its ranks agree: it is over by the clock of any of them."""
+    """The time of one refresh, over by the clock of any rank."""
 
     def __init__(
         self, clock: Clock, limit_s: float, *, expected_s: float, group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        """Start the clock; `expected_s` is of the first micro-batch, `group` learns together (None: one rank)."""
+        """`expected_s` is of the first micro-batch."""
         self._clock, self._limit_s, self._group, self._device = clock, limit_s, group, device
         self._start_s, self._longest_s, self._began_s = clock(), expected_s, 0.0
         self.total_s = 0.0
@@ -61,7 +61,7 @@ class Deadline:
         return self._clock() - self._start_s
 
     def is_over(self, micro_steps: int = 1) -> bool:
-        """Return whether so many micro-batches, each as long as the longest so far, would end late on some rank."""
+        """Return whether so many micro-batches, at the longest so far, would end late on some rank."""
         return self.on_any_rank(self.elapsed_s() + micro_steps * self._longest_s > self._limit_s)
 
     def on_any_rank(self, here: bool) -> bool:
@@ -83,12 +83,12 @@ class Deadline:
 
 
 class DrafterTrainer:
-    """A draft model with its optimizer and buffer, the same on every rank of `group` (None: one rank)."""
+    """It is the same on every rank of `group`."""
 
     def __init__(
         self, config: DraftTrainingConfig, model: nn.Module, *, seed: int, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Take a causal model of transformers, in float32 for training, on its device. Collective."""
+        """Take a causal model of transformers in float32, on its device. Collective."""
         self.config, self.model = config, model
         self.device = next(model.parameters()).device
         self.buffer = DraftBuffer(
@@ -119,9 +119,8 @@ class DrafterTrainer:
 
         It ends in time unless a micro-batch takes longer than any before it, and than the last refresh's mean, halved
         for every refresh since without one. Raises SpecActorError when a loss, gradient or weight is not finite;
-        weights and optimizer are then those before (not under ZeRO: see `is_finite`), and get no version.
-        torch.OutOfMemoryError is raised on its rank alone. `max_updates` 0 means ``config.max_updates``, and 0 there
-        any number; `rate_of` gives the learning rate by the update's number over all refreshes.
+        weights and optimizer are then those before (not under ZeRO). torch.OutOfMemoryError is raised on its rank
+        alone.
         """
         deadline = Deadline(clock, limit_s, expected_s=self._micro_s, group=self._group, device=self.device)
         restore = self._updater.kept()
@@ -165,19 +164,18 @@ class DrafterTrainer:
 
     @property
     def tokens_per_update(self) -> int:
-        """Return the tokens that an update draws: the config's, halved while no update fits the time."""
+        """The config's, halved while no update fits the time."""
         return max(1, self.config.tokens_per_update >> self.halvings)
 
     def is_finite(self) -> bool:
-        """Return whether all weights are finite, on this rank. Collective with ZeRO stage 3."""
+        """Return whether this rank's weights are. Collective with ZeRO stage 3."""
         return all([bool(tensor.isfinite().all()) for _, tensor in self.named_weights()])  # every rank gathers all
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under Hugging Face names, as the drafters take them. Collective with ZeRO stage 3."""
+        """Yield whole tensors under Hugging Face names. Collective with ZeRO stage 3."""
         return self._updater.named_weights()
 
     def _adapt(self, deadline: Deadline, stats: RefreshStats) -> None:
-        """Set what the next refresh expects of a micro-batch, and draws for an update. Collective."""
         if stats.micro_steps:
             self._micro_s = deadline.total_s / stats.micro_steps
         elif stats.stopped == "time":
@@ -195,7 +193,7 @@ class DrafterTrainer:
             self.halvings -= stats.updates > 2 or in_time
 
     def _gradients(self, deadline: Deadline) -> tuple[dict[str, float] | None, int]:
-        """(sums of one update over all ranks, micro-batches run); None where the time is over."""
+        """Return (sums of one update over all ranks, micro-batches run); None: the time is over."""
         examples = self.buffer.draw(self.updates, self.tokens_per_update)
         lengths = [len(example.token_ids) for example in examples]
         num_tokens = sum(example.response_len for example in examples)
@@ -226,7 +224,7 @@ class DrafterTrainer:
         return result, len(mine)
 
     def _loss(self, batch: losses.Batch) -> tuple[Tensor, Tensor]:
-        """(sum of this micro-batch's losses, `_SUMS` over its tokens)."""
+        """Return (loss, `_SUMS`)."""
         logits = self._updater.logits(batch.tokens_BT)
         logits_NV = logits.flatten(0, 1).index_select(0, batch.row_N)
         logq_NV = losses.draft_logprobs(logits_NV, batch.temperatures_N)
@@ -240,11 +238,10 @@ class DrafterTrainer:
         return loss, torch.stack([*sums, known_N.new_tensor(float(len(loss_N)))])
 
     def _rate(self, update: int) -> float:
-        """Return the learning rate of an update by its number: it rises along a line, then stays."""
         return self.config.learning_rate * min(1.0, (update + 1) / max(1, self.config.warmup_updates))
 
     def save(self, folder: Path) -> None:
-        """Write everything that continuing needs. Collective; rank 0 writes (ZeRO: every rank)."""
+        """Collective; rank 0 writes (ZeRO: every rank)."""
         from safetensors.torch import save_file
 
         weights = {name: tensor.to("cpu").contiguous() for name, tensor in self.named_weights()}
@@ -258,8 +255,7 @@ class DrafterTrainer:
             )
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote. Collective. Raises CheckpointError for the state of another draft model, or that ZeRO
-        has divided in another way."""
+        """Collective. Raises CheckpointError for another draft model, or another division by ZeRO."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 

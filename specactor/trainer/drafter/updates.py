@@ -1,8 +1,5 @@
-"""How gradients of the draft model become its next weights: PyTorch's DDP and AdamW, or DeepSpeed ZeRO where asked.
-
-Both average gradients over the data-parallel ranks at the last micro-batch of an update, clip their global norm, and
-make one step of AdamW. Names and state are those of the bare model.
-"""
+"""How gradients become the draft model's next weights: PyTorch's DDP and AdamW, or DeepSpeed ZeRO, which average over
+ranks and clip the global norm."""
 
 from __future__ import annotations
 
@@ -35,14 +32,14 @@ def diverged(what: str, value: float) -> SpecActorError:
 
 
 class PlainUpdater:
-    """DistributedDataParallel over `group`; None: this rank alone."""
+    """DistributedDataParallel over `group`."""
 
     can_abandon = True  # whether the clock is looked at between micro-batches, or between updates
 
     def __init__(self, model: nn.Module, config: DistillationConfig, group: dist.ProcessGroup | None) -> None:
         self._model = model
         self.replica: nn.Module = model
-        """What is called in forward passes whose gradients are to be reduced."""
+        """Called in forward passes whose gradients are to be reduced."""
         if group is not None and group.size() > 1:
             # its buffers never change
             self.replica = DistributedDataParallel(model, process_group=group, forward_sync_buffers=False)
@@ -55,7 +52,7 @@ class PlainUpdater:
         )
 
     def micro_step(self, last: bool) -> AbstractContextManager[Any]:
-        """Enclose forward and backward pass of a micro-batch; gradients are reduced in the last of an update."""
+        """Gradients are reduced in the last of an update."""
         if last or not isinstance(self.replica, DistributedDataParallel):
             return nullcontext()
         return self.replica.no_sync()
@@ -68,7 +65,7 @@ class PlainUpdater:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, learning_rate: float) -> float:
-        """Make one update. Returns the gradient's global norm before clipping."""
+        """Return the global gradient norm before clipping."""
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), GRAD_CLIP))
@@ -83,7 +80,7 @@ class PlainUpdater:
         self._adam.zero_grad(set_to_none=True)
 
     def kept(self) -> Callable[[], None]:
-        """Copy weights and optimizer; return a function that brings them back."""
+        """Return a function that brings weights and optimizer back."""
         weights = [parameter.detach().clone() for parameter in self._parameters.values()]
         state = {name: value.clone() for name, value in self.optimizer_state().items()}
 
@@ -97,12 +94,12 @@ class PlainUpdater:
         return restore
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Adam's moments and step counts by ``<kind>.<parameter>``; empty before the first update."""
+        """Return moments and step counts by ``<kind>.<parameter>``."""
         state = {name: self._adam.state.get(parameter, {}) for name, parameter in self._parameters.items()}
         return {f"{kind}.{name}": value for name, of in state.items() for kind, value in of.items()}
 
     def restore_optimizer(self, state: dict[str, Tensor]) -> None:
-        """Restore. Raises CheckpointError for the state of another model."""
+        """Raise CheckpointError for the state of another model."""
         self._adam.state.clear()
         for key, value in state.items():
             kind, _, name = key.partition(".")
@@ -115,7 +112,6 @@ class PlainUpdater:
             self._adam.state[parameter][kind] = value.to(device, copy=True)
 
     def save(self, folder: Path) -> None:
-        """Write the optimizer's state; called on every rank."""
         from safetensors.torch import save_file
 
         if not isinstance(self.replica, DistributedDataParallel) or dist.get_rank() == 0:
@@ -128,7 +124,6 @@ class PlainUpdater:
         self.restore_optimizer(load_file(folder / OPTIMIZER))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Give whole tensors under Hugging Face names. Collective with ZeRO stage 3."""
         return ((name, value.detach()) for name, value in self._model.named_parameters())
 
 
@@ -136,7 +131,7 @@ OPTIMIZER = "optimizer.safetensors"
 
 
 class ZeroUpdater:
-    """DeepSpeed's engine: what `PlainUpdater` does. Its checkpoint holds the optimizer's state of every rank."""
+    """DeepSpeed's engine."""
 
     can_abandon = False
 
@@ -213,7 +208,6 @@ def _deepspeed(device: torch.device) -> Any:
 
 
 def zero_config(config: DistillationConfig) -> dict[str, Any]:
-    """DeepSpeed's settings. Gradients of micro-batches are summed by us, so it accumulates one."""
     zero: dict[str, Any] = {"stage": config.zero_stage}
     if config.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -240,7 +234,7 @@ def zero_config(config: DistillationConfig) -> dict[str, Any]:
 def make_updater(
     model: nn.Module, config: DistillationConfig, group: dist.ProcessGroup | None, device: torch.device
 ) -> PlainUpdater | ZeroUpdater:
-    """Make what `config.zero_stage` asks for. Raises ConfigError where DeepSpeed is missing."""
+    """Raise ConfigError where DeepSpeed is missing."""
     if not config.zero_stage:
         return PlainUpdater(model, config, group)
     if importlib.util.find_spec("deepspeed") is None:
