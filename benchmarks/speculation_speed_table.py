@@ -155,17 +155,17 @@ def result(cells: Sequence[Cell], load: float, clock: str) -> Result:
         title="Speed of speculation",
         verdict=verdict(cells),
         intro=(
-            "A cell is 8 responses to each of max(1, batch / 8) prompts, `batch` requests at once, temperature 1, at "
-            "most 64 tokens. `cold`: new prompts. `warm`: 8 further responses to the same prompts, so drafters over "
-            "text know the first ones; weights do not change in between, which spares SGLang's NGRAM the loss of its "
-            "corpus. Models, float32: the quickstart's, trained on task A (count_bits, little entropy) or B (sums, "
-            "more entropy), and `heavy`, B's with 100 M parameters that compute the same function; the draft model is one "
-            "dense layer, and `head` an EAGLE-3 head, both distilled from the target. A figure is tokens/s over plain "
-            f"SGLang in the same repetition, median of repetitions in turns on one core ({per_model}), by {clock}. In "
-            "the file of all rows, 95 % intervals stand in brackets, and accept_length (over rounds with drafts) "
-            "behind; `off` is able to speculate and does not; `suffix`, `model` and `head` choose windows up to 8 by "
-            "predicted speed; `auto` chooses among all three and plain decoding. All emit as many "
-            "tokens, ours the same ones, which is checked."
+            "A cell is 8 responses to each of max(1, batch / 8) prompts, `batch` requests at once, temperature 1, "
+            "at most 64 tokens. `cold`: new prompts. `warm`: 8 further responses to the same prompts, so drafters "
+            "over text know the first ones; weights do not change in between, which spares SGLang's NGRAM the loss "
+            "of its corpus. Models, float32: the quickstart's, trained on task A (count_bits, little entropy) or B "
+            "(sums, more entropy), and `heavy`, B's with 100 M parameters that compute the same function; the draft "
+            "model is one dense layer, and `head` an EAGLE-3 head, both distilled from the target. A figure is "
+            "tokens/s over plain SGLang in the same repetition, median of repetitions in turns on one core "
+            f"({per_model}), by {clock}. In the file of all rows, 95 % intervals stand in brackets, and "
+            "accept_length (over rounds with drafts) behind; `off` is able to speculate and does not; `suffix`, "
+            "`model` and `head` choose windows up to 8 by predicted speed; `auto` chooses among all three and plain "
+            "decoding. All emit as many tokens, ours the same ones, which is checked."
         ),
         columns=columns,
         rows=rows,
