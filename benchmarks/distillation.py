@@ -122,10 +122,9 @@ def make_layer(target_dir: Path, folder: Path, shape: DraftShape, source: str, m
 
 def make_head(target_dir: Path, folder: Path, how: HeadTraining, source: str, max_new_tokens: int) -> str:
     """Make an EAGLE-3 head; return what it is."""
-    prompts = problems_of(target_dir, source, how.sequences)
-    examples = sampled(init.read_model(Path(how.sampler)), prompts, max_new_tokens, how.seed)
     said = f"{init.make_draft_model(target_dir, folder, Eagle3Start()) / 1e3:.0f} k parameters"
     target = init.read_model(target_dir)
+    examples = sampled(target, problems_of(target_dir, source, how.sequences), max_new_tokens, how.seed)
     head = init.read_draft(folder, target)
     settings = DraftTrainingConfig(learning_rate=how.learning_rate, tokens_per_update=how.tokens_per_update)
     stats = command.learn(target, head, examples, settings, seed=how.seed, limit_s=float("inf"), updates=how.updates)

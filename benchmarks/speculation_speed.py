@@ -26,9 +26,9 @@ import msgspec
 
 from benchmarks import speculation_speed_host as host
 from benchmarks.results import publish
-from benchmarks.speculation_speed_models import Shape, grow
+from benchmarks.speculation_speed_models import Shape, grow, grow_head
 from benchmarks.speculation_speed_table import Cell, result
-from benchmarks.trained_models import CACHE, Models, Task, head, task_models, task_recipe
+from benchmarks.trained_models import CACHE, Models, head, task_models, task_recipe
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
@@ -288,17 +288,22 @@ def _cell(
 
 
 def models_of(name: str) -> Models:
-    """The trained models of a task; heavy: task B's target with 100 M parameters."""
-    task: Task = "A" if name == "A" else "B"
-    models = task_models(task)
-    if name == "heavy":
-        folder = CACHE / f"grown-{models.target.name}"
-        if not folder.exists():
-            unfinished = folder.with_name(f".{folder.name}-{os.getpid()}")
-            grow(models.target, unfinished, Shape())
-            unfinished.rename(folder)
-        models = replace(models, target=folder)
-    return replace(models, head=head(models.target, task))
+    """The trained models of a task; heavy: task B's target with 100 M parameters, and its head grown with it."""
+    models = task_models("A" if name == "A" else "B")
+    models = replace(models, head=head(models.target, "A" if name == "A" else "B"))
+    if name != "heavy":
+        return models
+    grown = {"target": (models.target, grow), "head": (models.head, grow_head)}
+    return replace(models, **{kind: grown_once(small, make) for kind, (small, make) in grown.items()})
+
+
+def grown_once(small: Path, make: Callable[[Path, Path, Shape], None]) -> Path:
+    folder = CACHE / f"grown-{small.name}"
+    if not folder.exists():
+        unfinished = folder.with_name(f".{folder.name}-{os.getpid()}")
+        make(small, unfinished, Shape())
+        unfinished.rename(folder)
+    return folder
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -54,14 +54,13 @@ class Models:
 
     target: Path
     draft: Path
-    head: Path | None = None
+    head: Path = Path()  # an EAGLE-3 head, where one was asked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTraining:
-    """How an EAGLE-3 head learns from responses that are sampled from `sampler`."""
+    """How an EAGLE-3 head learns from sampled responses of its target."""
 
-    sampler: str  # folder of a model that writes what the target writes
     sequences: int = 1536
     updates: int = 400
     tokens_per_update: int = 2048
@@ -136,13 +135,10 @@ def task_target(task: Task) -> Path:
 
 
 def head(target: Path, task: Task) -> Path:
-    """An EAGLE-3 head for a model that writes what the target of a task writes."""
-    small = task_target(task)
-    how = HeadTraining(sampler=str(small))
-    if target != small:  # of 100 M parameters: an update takes ten times as long
-        how = replace(how, updates=200, tokens_per_update=1024)
-    parts = (asdict(replace(how, sampler=small.name)), _weights(target), _distillation())
-    return cached(f"head-{target.name}", parts, lambda folder: distil(target, folder, how, task))
+    """An EAGLE-3 head for the target of a task."""
+    how = HeadTraining()
+    parts = (asdict(how), _weights(target), _distillation())
+    return cached(f"head-{task}", parts, lambda folder: distil(target, folder, how, task))
 
 
 def heavy_models() -> Models:

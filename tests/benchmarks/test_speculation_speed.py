@@ -17,12 +17,14 @@ from torch.nn import functional
 from benchmarks import speculation_speed as speed
 from benchmarks import speculation_speed_kernels as kernels
 from benchmarks.speculation_speed_host import Profile
-from benchmarks.speculation_speed_models import Shape, grow
+from benchmarks.speculation_speed_models import Shape, grow, grow_head
 from benchmarks.speculation_speed_profile import COLUMNS, page, profile_row
 from benchmarks.speculation_speed_table import Cell, misses, result, table, verdict
 from specactor.config import TinyModelConfig
 from specactor.cpu import sglang as cpu
 from specactor.data.tiny_model import make_tiny_model
+from specactor.trainer.drafter import init
+from specactor.trainer.drafter.head import Eagle3Start, features_of
 from specactor.types import RolloutRequest, SamplingParams
 
 PARENTS = ([-1, 0, 0, 1, 1, 2], [-1, 0, 1, 2, 3, 4])
@@ -186,6 +188,23 @@ def test_a_grown_model_has_the_same_law(tmp_path: Path) -> None:
     assert "RESULT" in done.stdout, done.stderr[-2000:]
     difference, spread = map(float, done.stdout.partition("RESULT ")[2].split())
     assert difference < 1e-3 * spread
+
+
+@pytest.mark.deep
+def test_a_grown_head_drafts_the_same(tmp_path: Path) -> None:
+    make_tiny_model(TinyModelConfig(num_layers=4, hidden_size=64), 0, tmp_path / "small")
+    shape = Shape(num_layers=6, hidden_size=256, num_heads=4, num_kv_heads=2, expert_size=320)
+    grow(tmp_path / "small", tmp_path / "large", shape)
+    init.make_draft_model(tmp_path / "small", tmp_path / "head", Eagle3Start(seed=3))
+    grow_head(tmp_path / "head", tmp_path / "large head", shape)
+    tokens_BT = torch.arange(4, 24)[None]
+    answers = []
+    for target_dir, head_dir in (("small", "head"), ("large", "large head")):
+        target = init.read_model(tmp_path / target_dir)
+        drafter = init.read_draft(tmp_path / head_dir, target)
+        features, _ = features_of(target, tokens_BT, drafter.layers)
+        answers.append(torch.stack([logits[:, 4:] for logits in drafter(tokens_BT, features, steps=3)]))
+    assert (answers[0] - answers[1]).abs().max() < 1e-3 * answers[0].std()
 
 
 def test_a_shape_that_changes_the_function_is_refused(tmp_path: Path) -> None:

@@ -55,8 +55,7 @@ FASTEST = "fastest of N"
 """The way in which requests that need it have several."""
 URGENCY = 2.0
 """A token counts 1 / (its request's tokens per round so far) to this power. A rollout ends with its slowest request, so
-that tokens per second of all together are not what counts: `auto` beside a drafter over text is 1.04 times as fast so
-(docs/results/paced_clock.md)."""
+that tokens per second of all together are not what counts (docs/results/auto_clock.md has what this is worth)."""
 FIRST_ROUNDS = 4
 """Rounds of one token each that every request is taken to have had before its first."""
 
