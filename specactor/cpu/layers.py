@@ -1,11 +1,8 @@
-"""Core attention and experts for Megatron's local layer spec.
+"""Attention of packed sequences, also under context parallelism, and experts with the checkpoints of `SequentialMLP`,
+for Megatron's local layer spec.
 
-Attention takes packed sequences and context parallelism, unlike Megatron's; experts need no Python module call per
-expert and token group, and their parameters, names and checkpoints are those of Megatron's `SequentialMLP`.
-
-Shapes: T packed tokens on this rank, H query heads, G key-value heads, D head size, B sequences of a bucket, L and K
-padded query and key lengths. Of experts: T tokens sorted by expert, I and O the inner sizes of one linear map, E local
-experts.
+Shapes: T packed tokens, H query heads, G key-value heads, D head size, B sequences of a bucket, L and K padded query
+and key lengths, I and O widths of a linear map.
 """
 # ruff: noqa: N815 - tensor fields carry shape suffixes
 
@@ -30,7 +27,7 @@ MAX_WASTE = 0.3  # most padding of a bucket; one call per bucket takes 0.4 of a 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences attended together; indices are rows of this rank's queries and of all ranks' keys."""
+    """Sequences attended together, as rows of this rank's queries and of all ranks' keys."""
 
     query_rows_BL: Tensor
     key_rows_BK: Tensor
@@ -44,7 +41,7 @@ class PackedPlan:
 
 
 def bucket_lengths(lengths: list[int]) -> list[list[int]]:
-    """Return the sequences of each bucket, longest first; every non-empty sequence is in exactly one. PURE."""
+    """Return the sequences of each bucket, longest first; every non-empty one is in exactly one. PURE."""
     buckets: list[list[int]] = []
     real = 0
     for index in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
@@ -61,7 +58,7 @@ def bucket_lengths(lengths: list[int]) -> list[list[int]]:
 
 
 def plan_packed(boundaries: list[int], ranks: int, rank: int, device: torch.device | str = "cpu") -> PackedPlan:
-    """The plan of a packed micro-batch. `boundaries` are the cumulative padded lengths over all ranks."""
+    """Plan a packed micro-batch. `boundaries` are cumulative padded lengths over all ranks."""
     starts = torch.tensor(boundaries[:-1]) // ranks
     lengths = torch.tensor(boundaries).diff() // ranks
     rows_per_rank = boundaries[-1] // ranks
@@ -84,7 +81,7 @@ def plan_packed(boundaries: list[int], ranks: int, rank: int, device: torch.devi
 
 
 def _context_mask(offset_L: Tensor, lengths_B1: Tensor, ranks: int, rank: int) -> Tensor:
-    """(B, 1, L, K): whether a query of `rank` may look at a key of any rank."""
+    # (B, 1, L, K): whether a query of `rank` may look at a key of any rank
     after_all = int(lengths_B1.max()) * ranks  # the position of padding: no real query looks at it
     position_RBL = torch.stack([positions(offset_L, lengths_B1, ranks, r) for r in range(ranks)])
     position_RBL = position_RBL.masked_fill(offset_L >= lengths_B1, after_all)
@@ -93,19 +90,16 @@ def _context_mask(offset_L: Tensor, lengths_B1: Tensor, ranks: int, rank: int) -
 
 
 def positions(offset: Tensor, length: Tensor, ranks: int, rank: int) -> Tensor:
-    """Position in its sequence of the token at `offset` among the `length` tokens that `rank` holds of it. The rank
-    holds the 2 * ranks chunks' number `rank` and number 2 * ranks - 1 - rank. The arguments broadcast."""
-    if ranks == 1:
-        return offset + torch.zeros_like(length)
+    """Return the position in its sequence of the token at `offset` of the `length` that `rank` holds of it: chunks
+    number `rank` and 2 * ranks - 1 - rank of 2 * ranks."""
     chunk = length // 2
     return offset + torch.where(offset >= chunk, (2 * ranks - 2 - rank) * chunk, rank * chunk)
 
 
-_plans: Any = WeakTensorKeyDictionary()
+_plans: Any = WeakTensorKeyDictionary()  # all layers of a micro-batch share one tensor of boundaries
 
 
 def _plan(cu_seqlens: Tensor, ranks: int, rank: int) -> PackedPlan:
-    """Return the plan of a micro-batch, cached: all its layers share one tensor of boundaries."""
     plan = _plans.get(cu_seqlens)
     if plan is None:
         plan = _plans[cu_seqlens] = plan_packed(cu_seqlens.tolist(), ranks, rank, cu_seqlens.device)
@@ -113,7 +107,7 @@ def _plan(cu_seqlens: Tensor, ranks: int, rank: int) -> PackedPlan:
 
 
 class PackedAttention(DotProductAttention):  # type: ignore[misc]
-    """Causal scaled dot-product attention over packed, or plain, sequences; drop-in for Megatron's."""
+    """Causal scaled dot-product attention over packed sequences."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         size = config.context_parallel_size
@@ -135,7 +129,7 @@ class PackedAttention(DotProductAttention):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """query (T, H, D), key and value (T, G, D) of packed sequences -> (T, H * D)."""
+        """Attend with query (T, H, D), key and value (T, G, D). Returns (T, H * D)."""
         if packed_seq_params is None or attention_bias is not None:
             raise NotImplementedError("packed attention takes packed sequences without a bias")
         group = parallel_state.get_context_parallel_group()
@@ -147,8 +141,6 @@ class PackedAttention(DotProductAttention):  # type: ignore[misc]
         return (torch.cat(padded) if len(padded) > 1 else padded[0]).index_select(0, plan.output_rows_T)
 
     def _attend(self, bucket: Bucket, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return outputs (B * L, H * D), padding included."""
-
         def rows(tensor: Tensor, index: Tensor) -> Tensor:
             picked = tensor.index_select(0, index.flatten())
             return picked.view(*index.shape, *tensor.shape[1:]).transpose(1, 2)
@@ -174,7 +166,7 @@ def rotate_packed(
     mscale: float = 1.0,
     cp_group: Any = None,
 ) -> Tensor:
-    """Rotary embedding of packed tokens t (T, heads, D), freqs (longest, 1, 1, D), without a loop over sequences."""
+    """Rotate packed tokens t (T, heads, D) by freqs (longest, 1, 1, D)."""
     if multi_latent_attention or rotary_interleaved or freqs.shape[-1] != t.shape[-1]:
         raise NotImplementedError("packed rotary embedding: only the whole head in two halves")
     cos, sin = _rotation(cu_seqlens, freqs, mscale, cp_group, t.dtype)
@@ -183,13 +175,12 @@ def rotate_packed(
     return torch.addcmul(t * cos, turned, sin)
 
 
-_rotations: Any = WeakTensorKeyDictionary()
+_rotations: Any = WeakTensorKeyDictionary()  # cos and sin (T, 1, D) of a micro-batch
 
 
 def _rotation(
     cu_seqlens: Tensor, freqs: Tensor, mscale: float, cp_group: Any, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, D) at each packed token's position; cached per micro-batch."""
     cached = _rotations.get(cu_seqlens)
     if cached is None:
         ranks, rank = cp_group.size(), cp_group.rank()
@@ -204,8 +195,7 @@ def _rotation(
 
 
 class GroupedLinear(torch.autograd.Function):
-    """y[t] = W[e(t)] x[t], the first ``counts[0]`` tokens going to expert 0, and so on. Arguments of ``apply``: x_TI,
-    counts (E ints that sum to T), then E weights of shape (O, I). Returns y_TO."""
+    """y[t] = W[e(t)] x[t], for x_TI sorted by expert, `counts` tokens of each, and weights (O, I)."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, counts: list[int], *weights_OI: Tensor) -> Tensor:
@@ -238,7 +228,6 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     """Gated experts without biases; anything else is left to `SequentialMLP`."""
 
     def forward(self, tokens_TI: Tensor, tokens_per_expert: Tensor, probs_T: Tensor) -> tuple[Tensor, None]:
-        """tokens_TI sorted by expert, probs_T their router weights -> (outputs_TI, no bias)."""
         config = self.config
         if not config.gated_linear_unit or config.add_bias_linear or config.moe_apply_probs_on_input:
             return super().forward(tokens_TI, tokens_per_expert, probs_T)  # type: ignore[no-any-return]
@@ -250,5 +239,5 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
 
 
 def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[Any, Any]:
-    """Return our experts in place of `LocalSpecProvider.grouped_mlp_modules`'."""
+    """Replace `LocalSpecProvider.grouped_mlp_modules`."""
     return GroupedExperts, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)

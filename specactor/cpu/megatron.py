@@ -1,8 +1,6 @@
-"""The unmodified megatron-core wheel without TransformerEngine: every change to its private names is here.
+"""The megatron-core wheel without TransformerEngine: every change to its private names is here.
 
-Call `install` before the first ``import megatron.core``. Without a GPU it maps ``torch.cuda`` to the CPU
-(`install_torch`). The changes are process-wide: afterwards transformers' own MoE models are not to be trusted, so
-references are computed in another process.
+The changes are process-wide. References that need transformers' own MoE models are computed in another process.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _state = {"installed": False}
 
 
 def install() -> None:
-    """Prepare this process for ``import megatron.core``; only the first call does."""
+    """Prepare this process before the first ``import megatron.core``."""
     if _state["installed"]:
         return
     has_gpu = torch.cuda.is_available()
@@ -60,7 +58,7 @@ def install() -> None:
 
 
 def _import_core() -> None:
-    """Import Megatron without wandb, which its inference engine would log to: it takes a second."""
+    """Import Megatron without wandb, which takes a second."""
     had_wandb = "wandb" in sys.modules
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
     try:
@@ -75,15 +73,12 @@ def _module(name: str) -> Any:
 
 
 def _install_rng() -> None:
-    """Megatron reads and writes the CUDA generator through two functions of its own."""
     module = _module("tensor_parallel.random")
     replace(module, "_get_cuda_rng_state", lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state())
     replace(module, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state))
 
 
 def _install_splits() -> None:
-    """Convert split sizes without CUDA, too."""
-
     def to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.cpu().numpy() if torch.is_tensor(tensor) and as_numpy else tensor
 
@@ -92,8 +87,7 @@ def _install_splits() -> None:
 
 
 def _install_host_optimizer() -> None:
-    """Let the optimizer that computes on the host take the model's tensors for those of a device: others have no copy
-    there, and upstream then fails when it looks for one."""
+    # The offloading optimizer copies CUDA tensors alone to the host, and fails when it looks for copies of others.
     owner = _module("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
     divide = owner._get_sub_optimizer_param_groups
 
@@ -106,23 +100,21 @@ def _install_host_optimizer() -> None:
 
 
 def _install_experts() -> None:
-    """Define a name that upstream does not, and bring grouped linear maps."""
     module = _module("transformer.moe.moe_utils")
-    if not hasattr(module, "te_general_gemm"):
+    if not hasattr(module, "te_general_gemm"):  # upstream uses it undefined
         replace(module, "te_general_gemm", None)
     experts = importlib.import_module("specactor.cpu.layers")
     replace(_module("models.backends").LocalSpecProvider, "grouped_mlp_modules", experts.grouped_mlp_modules)
 
 
 def _install_norm() -> None:
-    """Torch norms under sequence parallelism: their gradients are summed over TP when the parameter is marked."""
     norms: dict[str, Any] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
 
     def make(_: type, config: Any, hidden_size: int, eps: float = 1e-5, *__: Any, **___: Any) -> torch.nn.Module:
         if config.layernorm_zero_centered_gamma:
             raise NotImplementedError("zero-centred norm weights need TransformerEngine")
         norm: torch.nn.Module = norms[config.normalization](hidden_size, eps=eps)
-        for parameter in norm.parameters():
+        for parameter in norm.parameters():  # so marked, their gradients are summed over TP
             replace(parameter, "sequence_parallel", config.sequence_parallel)
         return norm
 
@@ -137,12 +129,12 @@ def _install_attention() -> None:
 
 
 def _install_checkpoint() -> None:
-    """Make checkpoints load into torch's Adam (TransformerEngine's and apex's keep the step elsewhere)."""
+    """Make checkpoints load into torch's Adam, which keeps the step in its state."""
     owner = _module("optimizer.distrib_optimizer").DistributedOptimizer
     set_states, load = owner._set_main_param_and_optimizer_states, owner.load_state_dict
 
     def set_states_but_step(self: Any, model_param: Any, tensors: Any) -> None:
-        """The step is no tensor of the checkpoint: upstream looks for it there and fails."""
+        """Hide the step, which upstream looks for among the checkpoint's tensors."""
         group, index = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
         step = state.pop("step", None)
@@ -162,12 +154,12 @@ def _install_checkpoint() -> None:
 
 
 def replace(owner: object, name: str, value: object) -> None:
-    """Every change to a foreign module goes through here, so that it can be found."""
+    """Every change to a foreign module goes through here."""
     setattr(owner, name, value)
 
 
 def install_torch() -> None:
-    """Change torch for this process. Call once, before the library that needs it is imported."""
+    """Map ``torch.cuda`` to the CPU, before a library that uses it is imported."""
     importlib.import_module("torch._dynamo")  # it lists torch's functions when imported: before they are wrapped
     replace(torch, "compile", lambda model=None, **_: model if model is not None else (lambda fn: fn))
     _install_state()
@@ -310,7 +302,7 @@ def _install_devices() -> None:
 
 
 def _install_gloo() -> None:
-    """gloo refuses an uneven all_gather, and scatters a strided view as if it were contiguous, without an error."""
+    # gloo refuses an uneven all_gather, and scatters a strided view as if it were contiguous, without an error.
     all_gather, scatter, barrier = dist.all_gather, dist.scatter, dist.barrier
 
     @functools.wraps(all_gather)

@@ -1,4 +1,4 @@
-"""The environment of processes that run SGLang, with GPUs and without. Imports neither torch nor SGLang."""
+"""The environment of processes that run SGLang. Imports neither torch nor SGLang."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "LOCAL_", "ROLE_
 
 
 def environment(cores: Sequence[int | str] = ()) -> dict[str, str]:
-    """Variables for a process that hosts an engine without a GPU, on top of the inherited ones. `cores` holds one core
-    per tensor-parallel rank; SGLang refuses several ranks on one NUMA node without the list."""
+    """Return the variables of an engine without a GPU. Args: cores: one per tensor-parallel rank."""
     inherited = os.environ.get("PYTHONPATH")
     variables = {
         "PYTHONPATH": os.pathsep.join([str(SHIMS), *([inherited] if inherited else [])]),
@@ -24,14 +23,14 @@ def environment(cores: Sequence[int | str] = ()) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "TORCHDYNAMO_DISABLE": "1",  # compiling with a C++ compiler takes longer than all it could save here
     }
-    if len(cores) > 1:
+    if len(cores) > 1:  # SGLang refuses several ranks on one NUMA node without the list
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores))
     return variables
 
 
 def process_environment(devices: Sequence[int | str]) -> dict[str, str]:
-    """The whole environment of a process that hosts an engine on these devices: GPUs if the machine has any, or cores.
-    What torchrun tells its ranks is left out: an engine is a world of its own."""
+    """Return the whole environment of an engine's process, on GPUs if there are any."""
+    # What torchrun tells its ranks is left out: an engine is a world of its own.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN_PREFIXES)}
     if has_gpu():
         return {**kept, **gpu_environment(devices), "SGLANG_PLUGINS": "specactor"}
@@ -39,11 +38,7 @@ def process_environment(devices: Sequence[int | str]) -> dict[str, str]:
 
 
 def gpu_environment(devices: Sequence[int | str]) -> dict[str, str]:
-    """Return the variables of a process that hosts an engine on these GPUs.
-
-    Args:
-        devices: UUIDs, or numbers as this process counts its GPUs.
-    """
+    """Return the variables of an engine on GPUs. Args: devices: UUIDs, or numbers as this process counts them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     given = visible.split(",") if visible else []
     names = [device if isinstance(device, str) else given[device] if given else str(device) for device in devices]

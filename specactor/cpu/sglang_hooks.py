@@ -1,7 +1,4 @@
-"""Hooks that let SGLang run without a GPU.
-
-All contact with SGLang's insides that only the CPU needs is in this file; the arithmetic is in `sglang_ops`.
-"""
+"""Hooks that let SGLang run without a GPU. Their arithmetic is in `sglang_ops`."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ TILES = "tiles"  # attention backend that reads keys once for up to eight rows; 
 
 
 def install() -> None:
-    """Registers the CPU hooks with SGLang's plugin registry. Call it from a plugin, where there is no GPU."""
+    """Register the hooks. Call it from a plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     allow_seeded_sampling("torch_native", TILES)
@@ -25,7 +22,8 @@ def install() -> None:
     layers = "sglang.srt.layers"
     replacements: dict[str, Callable[..., Any]] = {
         # The batch-invariant kernels of the deterministic mode are Triton's; `sglang_ops` is invariant by itself.
-        "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode": _do_nothing,
+        "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode": lambda _: None,
+        # SGLang's has the same bits, and compiles itself with a C++ compiler on first use.
         f"{layers}.sampler.multinomial_with_seed": sglang_ops.sample_with_noise,
     }
     wrappers: dict[str, Callable[..., Any]] = {
@@ -39,12 +37,8 @@ def install() -> None:
         HookRegistry.register(target, wrapper, HookType.AROUND)
 
 
-def _do_nothing(*_: object) -> None:
-    pass
-
-
 def allow_seeded_sampling(*backends: str) -> None:
-    """Seeds per request are honoured in the deterministic mode alone, which lists the attention backends it trusts."""
+    """Add attention backends to those that the deterministic mode trusts with seeds per request."""
     from sglang.srt.arg_groups import choices
 
     for names in (
@@ -55,14 +49,10 @@ def allow_seeded_sampling(*backends: str) -> None:
 
 
 def _allow_capture_of_experts() -> None:
-    """The experts of every slot are kept in memory that SGLang registers with CUDA, on a CPU too."""
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
-    ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
-
-
-def _plain_memory(shape: tuple[int, ...], dtype: torch.dtype, **_: object) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
+    # SGLang's own is registered with CUDA, on a CPU too.
+    ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, dtype, **_: torch.empty(shape, dtype=dtype)
 
 
 def _install_attention() -> None:
@@ -71,7 +61,7 @@ def _install_attention() -> None:
     from sglang.srt.runtime_context import get_parallel
 
     class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-        """The torch-native backend with one kernel call per layer and decode step, not one per request."""
+        """Attends to all requests in one kernel call per layer."""
 
         def __init__(self, model_runner: Any) -> None:
             super().__init__(model_runner)
@@ -111,8 +101,6 @@ def _install_attention() -> None:
 
 def _tiled(batched: Any) -> type:
     class TiledAttention(batched):  # type: ignore[misc]
-        """Batched attention over tiles, for plain rounds and verifications alike."""
-
         def _place(self, batch: Any) -> None:
             table = self.req_to_token_pool.req_to_token
             self._tiles = sglang_ops.tiles(table, batch.req_pool_indices, batch.seq_lens, queries=self._queries)
@@ -124,7 +112,7 @@ def _tiled(batched: Any) -> type:
 
 
 def _experts(original: Callable[..., Any], layer: Any, x: Any, topk_output: Any, config: Any) -> Any:
-    """Also upstream's gap: it cannot skip the ids of -1 that expert parallelism gives to other ranks' experts."""
+    # Upstream cannot skip ids of -1, which are other ranks' experts under expert parallelism.
     weights, ids, _ = topk_output
     plain = (
         config.activation == "silu"

@@ -1,6 +1,4 @@
-"""Arithmetic of SGLang's decoding on a CPU: noise, attention over the KV pool, experts, small matrix products.
-
-Invariant: every function gives a request the same bits whatever is computed beside it.
+"""Arithmetic of SGLang's decoding on a CPU. Invariant: a request has the same bits whatever is computed beside it.
 
 Shape legend: B requests, T tokens, V vocabulary, S pool slots, L keys (padded), H query heads, N key-value heads, D
 head size, R rows, P places of a tile, Q queries of its key head, E experts, K experts per token, M hidden size, F
@@ -27,8 +25,8 @@ LONG_KEY_BLOCK = 512  # the same where sums are split: as many as PyTorch's kern
 SHORT_KEYS = 128  # so few are one sum in every product; more than 192 were split in halves (AVX-512, MKL)
 KEYS_OF_FEW = 256  # so few in products of two or three queries
 ROWS_AT_ONCE = 64
-"""Requests whose keys are gathered together. More do not stay in the cache, and their memory is asked of the system
-anew at every layer: 576 rows of 64 keys took 16.5 ms in one piece and 3.2 ms in pieces."""
+"""Requests whose keys are gathered together. More leave the cache, and their memory is allocated anew at every layer:
+576 rows of 64 keys took 16.5 ms in one piece and 3.2 ms in pieces."""
 TILE = 8  # rows of a tile: a request's last token and seven drafts
 
 _Words = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
@@ -36,7 +34,7 @@ _U32_MAX = float(2**32 - 1)
 
 
 def _scramble(block: _Words) -> _Words:
-    """The part of a MurmurHash3 round that does not depend on the state."""
+    # the part of a MurmurHash3 round that does not depend on the state
     k = block * np.uint32(0xCC9E2D51)
     return ((k << np.uint32(15)) | (k >> np.uint32(17))) * np.uint32(0x1B873593)
 
@@ -63,49 +61,41 @@ def _hash_words(seed: Tensor, positions: Tensor, scrambled_columns: _Words) -> _
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
-    """Noise bits per (request seed, position, vocabulary column).
+    """Return noise bits, uint32 [B, V].
 
-    Args: seed [B] of 64-bit integers, positions [B], col_indices [V]. Returns uint32 [B, V].
-    Source: MurmurHash3_x86_32 with the four blocks and the length 16 that SGLang's Triton kernel of this name uses.
+    Source: MurmurHash3_x86_32 with the four blocks and the length 16 of SGLang's Triton kernel.
     """
     return torch.from_numpy(_hash_words(seed, positions, _scramble(col_indices.numpy().astype(np.uint32))))
 
 
 def sample_with_noise(logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
-    """argmax_v [log p_t(v) + G(seed, t, v)], G Gumbel(0, 1): a sample of p that depends on (seed, position) alone.
+    """Return argmax_v [log p_t(v) + G(seed, t, v)], G Gumbel(0, 1), as int64 [B, 1].
 
-    Args: logprobs [B, V] (unnormalised log weights are fine), seed [B], positions [B]. Returns int64 [B, 1].
-    Same bits as `sglang.srt.layers.sampler.multinomial_with_seed`, which compiles itself with a C++ compiler on first
-    use. Source: Gumbel-max trick; the noise is in float64 so that its tail is not cut.
+    Args: logprobs [B, V], which may be unnormalised.
     """
     words_BV = _hash_words(seed, positions, _scrambled_columns(logprobs.shape[1]))
     return _gumbel(words_BV).add_(logprobs).argmax(dim=1, keepdim=True)
 
 
 def noise_of(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """What `sample_with_noise` adds to the log-probabilities of these tokens.
-
-    Args: seed [B], positions [B], of the token that the pass was given, tokens [B, K]. Returns float64 [B, K].
-    """
+    """Return what `sample_with_noise` adds for tokens [B, K], float64. Positions are of the token before."""
     return _gumbel(_hash_words(seed, positions, _scramble(tokens.numpy().astype(np.uint32))))
 
 
 def _gumbel(words: _Words) -> Tensor:
+    # in float64, so that the tail is not cut
     x = torch.from_numpy(words.astype(np.float64)).div_(_U32_MAX)
     return x.log_().clamp_(min=torch.finfo(torch.float64).min, max=-(2.0**-32)).neg_().log_().neg_()
 
 
 def round_up(count: int, block: int) -> int:
-    """Return the smallest multiple of `block` that is >= count."""
     return (count + block - 1) // block * block
 
 
 def padded_keys(longest: int, queries: int) -> int:
-    """Return a number of keys >= `longest` beside which a shorter request has the same bits as alone.
-
-    Products with two rows or more split a long sum over keys at a place that depends on how many there are, those of
-    padding too. So that many keys come in whole blocks, which are summed up one after the other.
-    """
+    """Return a number of keys >= `longest` beside which a shorter request has the same bits as alone."""
+    # Products of two or more rows split a long sum at a place that depends on the number of keys, padding included.
+    # Keys in whole blocks are summed one block after the other.
     one_sum = KEYS_OF_FEW if queries < MIN_ROWS else SHORT_KEYS
     return round_up(longest, KEY_BLOCK if queries == 1 or longest <= one_sum else LONG_KEY_BLOCK)
 
@@ -113,10 +103,9 @@ def padded_keys(longest: int, queries: int) -> int:
 def key_slots(
     req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, longest: int, *, queries: int
 ) -> tuple[Tensor, Tensor]:
-    """Return where each request's keys lie in the KV pool, padded to a common length.
+    """Return slots [B * L] of each request's keys, 0 for padding, and bias [B, 1, 1, L], -inf for padding.
 
-    Args: req_to_token [requests, context], req_pool_indices [B], seq_lens [B], longest = max(seq_lens),
-    queries = H / N. Returns slots [B * L] (slot 0 for padding) and bias [B, 1, 1, L] (0 for keys, -inf for padding).
+    Args: longest = max(seq_lens), queries = H / N.
     """
     num_keys = padded_keys(longest, queries)
     width = min(num_keys, req_to_token.shape[1])
@@ -129,11 +118,7 @@ def key_slots(
 
 
 def decode_attention(q_BHD: Tensor, k_SND: Tensor, v_SND: Tensor, slots: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Attention of one new token per request over its own keys, all requests at once.
-
-    Args: q [B, H, D]; k, v [S, N, D] the pool; slots [B * L], bias [B, 1, 1, L] from `key_slots`. Returns [B, H, Dv].
-    The H / N query heads that share a key head are given to the kernel as that head's queries.
-    """
+    """Attend from one new token per request to its own keys, as `key_slots` gives them. Returns [B, H, Dv]."""
     batch, num_heads, _ = q_BHD.shape
     if batch > ROWS_AT_ONCE:
         width = bias.shape[-1]
@@ -146,6 +131,7 @@ def decode_attention(q_BHD: Tensor, k_SND: Tensor, v_SND: Tensor, slots: Tensor,
     num_kv_heads = k_SND.shape[1]
     k_BNLD = k_SND.index_select(0, slots).view(batch, -1, num_kv_heads, k_SND.shape[2]).transpose(1, 2)
     v_BNLD = v_SND.index_select(0, slots).view(batch, -1, num_kv_heads, v_SND.shape[2]).transpose(1, 2)
+    # The query heads that share a key head are that head's queries.
     q_BNGD = q_BHD.view(batch, num_kv_heads, num_heads // num_kv_heads, -1)
     out_BNGD = functional.scaled_dot_product_attention(q_BNGD, k_BNLD, v_BNLD, attn_mask=bias, scale=scale)
     return out_BNGD.reshape(batch, num_heads, v_SND.shape[2])
@@ -153,7 +139,7 @@ def decode_attention(q_BHD: Tensor, k_SND: Tensor, v_SND: Tensor, slots: Tensor,
 
 @dataclass(frozen=True)
 class Tiles:
-    """Some of a batch's tiles, whose keys are gathered together; a tile has up to `TILE` rows of one request."""
+    """Tiles whose keys are gathered together; each has up to `TILE` rows of one request."""
 
     rows: Tensor  # [T, P]: numbers of rows in the batch; R, which no row has, where a place is empty
     slots: Tensor  # [T * L] of the KV pool
@@ -161,23 +147,21 @@ class Tiles:
 
 
 def places(readers_R: Tensor) -> Tensor:
-    """Return where each row stands in its tile. Args: readers_R: rows of the page table that rows read through."""
+    """Return each row's place in its tile, by the page-table row that it reads through."""
     row_R = torch.arange(len(readers_R), device=readers_R.device)
     begins_R = functional.pad(readers_R[1:] != readers_R[:-1], (1, 0), value=True)
     return (row_R - torch.where(begins_R, row_R, 0).cummax(0).values) % TILE
 
 
 def tiles(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, queries: int) -> list[Tiles]:
-    """Return tiles of rows that follow each other and read the same row of the page table.
-
-    Args: as of `key_slots`, of R rows. An empty place sees one key: with none, its weights would not be numbers.
-    """
+    """Return tiles of consecutive rows that read the same page-table row."""
     count = len(seq_lens)
     row_R, place_R = torch.arange(count), places(req_pool_indices)
     tile_R = (place_R == 0).cumsum(0) - 1
     num_tiles = int(tile_R[-1]) + 1
     rows_TP = torch.full((num_tiles, TILE), count)
     rows_TP[tile_R, place_R] = row_R
+    # An empty place sees one key: with none, its weights would not be numbers.
     lengths_TP = torch.ones(num_tiles, TILE, dtype=torch.long)
     lengths_TP[tile_R, place_R] = seq_lens.long()
     parts = []
@@ -194,13 +178,13 @@ def tiles(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, q
 
 
 def tile_attention(q_RHD: Tensor, k_SND: Tensor, v_SND: Tensor, parts: Sequence[Tiles], scale: float) -> Tensor:
-    """Attention of R rows over their own keys, which are read once per tile. Returns [R, H, Dv].
+    """Attend from R rows to their own keys, which are read once per tile. Returns [R, H, Dv].
 
-    A row has the same bits wherever it stands in its tile and whatever the others hold, since every product has
-    `TILE` rows and whole blocks of keys, which are summed up in their order. They are not those of `decode_attention`.
+    A row's bits depend on nothing else in its tile; they are not those of `decode_attention`.
     """
     count, num_heads, _ = q_RHD.shape
     num_kv_heads, group = k_SND.shape[1], num_heads // k_SND.shape[1]
+    # Every product has `TILE` rows and whole blocks of keys, which are summed in their order.
     out_RHD = q_RHD.new_empty(count + 1, num_heads, v_SND.shape[2])
     padded_RHD = functional.pad(q_RHD, (0, 0, 0, 0, 0, 1))
     for part in parts:
@@ -216,16 +200,17 @@ def tile_attention(q_RHD: Tensor, k_SND: Tensor, v_SND: Tensor, parts: Sequence[
 
 
 def min_rows(weight: Tensor) -> int:
-    """Return how many rows a product with a weight [out, width] needs to give a row the same bits in any company.
+    """Return how many rows a product with a weight [out, width] needs for a row to have the same bits in any company.
 
-    It is found by trying, since MKL's kernels for few rows depend on the processor and on the width: 4 on AMD's, up to
-    16 on Intel's with AVX-512. Warns where no number of rows will do.
+    Warns where no number will do.
     """
     return _fewest_rows(*weight.shape[-2:], weight.dtype)
 
 
 @functools.cache
 def _fewest_rows(out: int, width: int, dtype: torch.dtype) -> int:
+    # Found by trying: MKL's kernels for few rows depend on the width and the processor (4 rows on AMD's, up to 16 on
+    # Intel's with AVX-512).
     dice = torch.Generator().manual_seed(0)
     x = torch.randn(TRIED_ROWS, width, generator=dice).to(dtype)
     weight = torch.randn(min(out, TRIED_COLUMNS), width, generator=dice).to(dtype)
@@ -239,12 +224,11 @@ def _fewest_rows(out: int, width: int, dtype: torch.dtype) -> int:
 
 
 def fill_rows(x_TM: Tensor, rows: int) -> Tensor:
-    """Append rows of zeros until there are so many."""
     return functional.pad(x_TM, (0, 0, 0, rows - x_TM.shape[0]))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, M] or [..., M] times weight [out, M] transposed, with the same bits for a row whatever T is."""
+    """Return x times weight [out, M] transposed, with the same bits for a row whatever their number."""
     rows, needed = x.numel() // x.shape[-1], min_rows(weight)
     if rows >= needed or rows == 0:
         return functional.linear(x, weight, bias)
@@ -252,12 +236,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def experts(x_TM: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EFM: Tensor, w2_EMF: Tensor) -> Tensor:
-    """Weighted sum of SwiGLU experts. Ids of -1 (experts of other ranks under expert parallelism) contribute nothing.
-
-    Args: x [T, M]; weights [T, K]; ids [T, K]; w13 [E, 2F, M] gate over up; w2 [E, M, F]. Returns [T, M].
-    Tokens are sorted by expert. A product of fewer than `min_rows` rows runs on into the rows after it, whose experts
-    overwrite what it leaves there.
-    """
+    """Return the weighted sum of SwiGLU experts. Ids of -1 (other ranks' experts) contribute nothing; w13 holds gate
+    over up."""
     num_tokens, top_k = ids_TK.shape
     num_experts, width = w13_EFM.shape[0], w2_EMF.shape[2]
     flat = ids_TK.reshape(-1)
@@ -271,6 +251,7 @@ def experts(x_TM: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EFM: Tensor, w
     start = counts[0]
     for expert, count in enumerate(counts[1:]):
         if count:
+            # Fewer than `needed` rows run on into the next experts' rows, which those overwrite.
             stop = start + max(count, needed)
             torch.mm(sorted_x[start:stop], w13_EFM[expert].t(), out=hidden[start:stop])
             spans.append((expert, start, stop))

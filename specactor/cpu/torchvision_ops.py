@@ -1,7 +1,6 @@
 """Lets torchvision be imported beside a CPU build of torch; SGLang and transformers import it unasked.
 
-Its x86 wheel is built against CUDA: the C++ operators load beside a CUDA build of torch alone, and elsewhere the Python
-side registers fake kernels for operators that do not exist. Their schemas are all that it needs.
+Its C++ operators load beside a CUDA build alone. Their schemas are all that the import needs.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 
 class _Schemas(importlib.abc.MetaPathFinder):
-    """Defines the missing schemas just before torchvision is imported, and leaves the import itself alone."""
+    """Defines the missing schemas just before torchvision is imported."""
 
     library: Any = None
 
@@ -35,7 +34,7 @@ class _Schemas(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Watch for the import of torchvision in this process; does nothing where it was imported, or is watched."""
+    """Watch for the import of torchvision."""
     watched = any(isinstance(finder, _Schemas) for finder in sys.meta_path)  # two would both define the operators
     if "torchvision" not in sys.modules and _Schemas.library is None and not watched:
         sys.meta_path.insert(0, _Schemas())

@@ -241,7 +241,7 @@ class EnginePool:
     def set_version(self, version: int) -> None:
         """State which weights the engines hold now."""
         for engine in self.engines:
-            engine.set_version(version)
+            engine.version = version
 
     def stop(self) -> None:
         """Ends all engines and everything below them. May be called again."""

@@ -93,9 +93,7 @@ def one_round(device: str, rounds: int = 1) -> list[Any]:
         probs = (logits / batch.sampling_info.temperatures).softmax(-1)
         positions = batch.seq_lens - 1
         tokens, _mask = sampling.sample_by_kind(draw, None, probs, batch.sampling_info, positions, False)
-        output = SimpleNamespace(next_token_logprobs=probs.log()[:, 0], hidden_states=None)
-        for name in ("top_logprobs_val", "top_logprobs_idx", "token_ids_logprobs_val", "token_ids_logprobs_idx"):
-            setattr(output, f"next_token_{name}", None)
+        output = SimpleNamespace(next_token_logprobs=probs.log()[:, 0])
         result = SimpleNamespace(next_token_ids=tokens, logits_output=output)
         samples = tokens.tolist()
         paths = []

@@ -1,7 +1,4 @@
-"""Runs first in every process of an engine without a GPU, because its folder leads PYTHONPATH there.
-
-SGLang's debugging aids import Megatron-core wherever it is installed, which takes over a second: not in an engine.
-"""
+"""Runs first in every process of an engine without a GPU: its folder leads PYTHONPATH there."""
 
 import importlib.abc
 import sys
@@ -10,6 +7,7 @@ from specactor.cpu import torchvision_ops
 
 
 class _NoMegatron(importlib.abc.MetaPathFinder):
+    # SGLang's debugging aids import Megatron-core wherever it is installed, which takes over a second.
     def find_spec(self, fullname, path=None, target=None):
         if fullname == "megatron":
             raise ModuleNotFoundError("megatron: not imported in an engine", name=fullname)

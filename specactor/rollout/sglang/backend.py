@@ -1,12 +1,9 @@
-"""SGLang's engine as an engine's own process uses it (`engine_server`). Its schedulers, which SGLang starts as
-processes of their own, get what we add to SGLang from `plugin`.
+"""SGLang's engine as its own process uses it.
 
-Decisions:
-- token ids in, token ids and log-probabilities out: no detokenizer process, and a tokenizer only for stop strings;
-- deterministic mode: a request's noise depends on (seed, position) alone;
-- a batch is one message to the scheduler, so the same batch is always admitted in the same way;
-- log-probabilities are log_softmax(logits / temperature) of the emitted token, before top-p and top-k. That is what
-  SGLang returns in this mode, and what a trainer computes.
+Invariants:
+- noise depends on (seed, position) alone;
+- a batch is one message to the scheduler, so it is always admitted alike;
+- log-probabilities are log_softmax(logits / temperature) of the emitted token, before top-p and top-k.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import time
 from collections.abc import AsyncIterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,14 +28,12 @@ from specactor.types import FinishReason, RolloutRequest
 
 _ADMISSION_PAUSE_S = 0.005
 _ADMISSION_TRIES = 200
-_MEMORY = ("weights", "kv_cache", "cuda_graph")
-"""SGLang's names of the memory that can be released."""
-PROGRESS_TOKENS = 64
-"""A running request reports after this many tokens."""
+_MEMORY = ("weights", "kv_cache", "cuda_graph")  # SGLang's names of the memory that can be released
+PROGRESS_TOKENS = 64  # a running request reports after this many tokens
 
 
 def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[str, Any]:
-    """Arguments of `sglang.Engine` for one engine; `EngineConfig.extra_args` has the last word."""
+    """Return arguments of `sglang.Engine`; `extra_args` has the last word."""
     config = spec.config
     arguments: dict[str, Any] = {
         "model_path": spec.model_dir,
@@ -91,13 +85,11 @@ class Backend:
     """A running SGLang engine; its coroutines run on `loop`."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Starts the engine and returns when it takes requests. Call it in the main thread."""
-        started = time.monotonic()
+        """Start the engine. Call it in the main thread."""
         self.gpu = torch.cuda.is_available()
         self.memory_release = self.gpu and find_spec("torch_memory_saver") is not None
         self._spec = spec
-        self._released: set[str] = set()
-        """Kinds of memory that the device has back."""
+        self._released: set[str] = set()  # kinds of memory that the device has back
         self._engine = _engine_class(fork=not self.gpu)(
             **server_args(spec, gpu=self.gpu, memory_release=self.memory_release)
         )
@@ -108,18 +100,15 @@ class Backend:
         self.loop = self._engine.loop
         self._num_calls = 0
         self._num_batches = 0
-        self._rids: dict[str, str] = {}
-        """SGLang's names of the requests that run."""
-        self.start_s = time.monotonic() - started
+        self._rids: dict[str, str] = {}  # SGLang's names of the requests that run
 
     async def generate(
         self, requests: Sequence[RolloutRequest], report_tokens: int = 0
     ) -> AsyncIterator[tuple[int, tuple[list[int], list[float]], dict[str, Any] | None]]:
-        """Yields (index, (tokens, log-probabilities), None) after every `report_tokens` tokens of a request, and
-        (index, the same, response) when it finishes: without what was `begun` before.
+        """Yield (index, (tokens, log-probabilities), None) after every `report_tokens` tokens, and (index, the same,
+        response) at the end, without what was `begun`.
 
-        A response has token_ids, logprobs, finish_reason and routed_experts. Raises EngineError for requests
-        that SGLang or this engine refuses.
+        Raises EngineError for requests that SGLang refuses.
         """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -127,7 +116,7 @@ class Backend:
         manager = self._engine.tokenizer_manager
         if manager.tokenizer is None and any(request.sampling.stop for request in requests):
             manager.tokenizer = responses.Text(manager.server_args.tokenizer_path or self._spec.model_dir)
-        inputs = [list(request.prompt_ids) + responses.begun_tokens(request) for request in requests]
+        inputs = [[*r.prompt_ids, *(r.begun.token_ids if r.begun else ())] for r in requests]
         start = min(map(len, inputs)) - 1 if all(request.begun for request in requests) else 0
         rids = [f"{self._num_batches}.{i}." for i in range(len(requests))]  # SGLang aborts by prefix
         self._rids |= {request.request_id: rid for request, rid in zip(requests, rids, strict=True)}
@@ -146,15 +135,12 @@ class Backend:
                 index = int(out["meta_info"]["id"].split(".")[1])
                 reason = out["meta_info"]["finish_reason"]
                 state = _state(out) if reason is not None or report_tokens else ([], [])
-                if reason is not None:
+                if reason is None:
+                    yield index, state, None
+                else:
                     self._forget(requests[index], rids[index])
-                yield (
-                    index,
-                    state,
-                    None
-                    if reason is None
-                    else _response(out, state, reason, start=start, goes_on=bool(requests[index].begun)),
-                )
+                    goes_on = bool(requests[index].begun)
+                    yield index, state, _response(out, state, reason, start=start, goes_on=goes_on)
         except ValueError as error:
             raise EngineError(f"SGLang refused the batch: {error}") from error
         finally:
@@ -166,7 +152,7 @@ class Backend:
             del self._rids[request.request_id]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends these requests, as `abort_all` does; passes over those that do not run."""
+        """End these requests, where they run."""
         manager = self._engine.tokenizer_manager
         for request_id in request_ids:
             rid = self._rids.get(request_id, "")
@@ -178,7 +164,7 @@ class Backend:
                 manager.abort_request(rid)
 
     def abort_all(self) -> None:
-        """Ends every request; they finish with reason ``abort`` and the tokens they have."""
+        """End every request with reason ``abort``."""
         self._engine.tokenizer_manager.abort_request(abort_all=True)
 
     async def pause(self) -> None:
@@ -188,13 +174,12 @@ class Backend:
         await self._engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         await self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput())
 
     async def release_memory(self) -> None:
-        """Give weights, KV cache and graphs back to the device. Does nothing where the platform cannot."""
+        """Give all memory back to the device, where the platform can."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         tags = [tag for tag in _MEMORY if tag not in self._released]
@@ -204,7 +189,7 @@ class Backend:
             self._released = set(_MEMORY)
 
     async def resume_memory(self, tags: Sequence[str] = _MEMORY) -> None:
-        """Take memory of these kinds again, if it was released. Weights are undefined until the next sync."""
+        """Take released memory again. Weights are undefined until the next sync."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         wanted = [tag for tag in tags if tag in self._released]
@@ -214,9 +199,9 @@ class Backend:
             self._released -= set(wanted)
 
     def rank_call(self, name: str, payload: bytes, timeout_s: float) -> list[bytes]:
-        """Runs a registered function in every rank; blocks, so call it in a thread, one call at a time.
+        """Run a registered function in every rank. It blocks: one call at a time, in a thread.
 
-        Raises EngineError when a rank fails, and TimeoutError when a rank does not come back.
+        Raises EngineError when a rank fails, and TimeoutError when one does not come back.
         """
         from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send
 
@@ -248,11 +233,9 @@ def _engine_class(*, fork: bool) -> Any:
     from sglang.srt.managers.load_snapshot import shm_path_for
 
     class TokenEngine(Engine):  # type: ignore[misc]
-        """Without the detokenizer process, which has nothing to do when there is no text."""
-
         @classmethod
         def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
-            return [], []
+            return [], []  # there is no text to make
 
         @classmethod
         def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -> Any:
@@ -285,7 +268,6 @@ def _sampling(request: RolloutRequest, stream_interval: int) -> dict[str, Any]:
 
 
 def _state(out: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Tokens and log-probabilities so far."""
     tokens = [int(token) for token in out["output_ids"]]
     logprobs = [float(entry[0]) for entry in out["meta_info"].get("output_token_logprobs") or []]
     if len(tokens) != len(logprobs):

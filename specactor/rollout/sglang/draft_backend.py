@@ -1,9 +1,6 @@
-"""The draft model of a drafter process: continues the texts of many engines' requests, all in one batch.
+"""The draft model of a drafter process, for many engines' requests in one batch.
 
-Keys and values lie in a pool of its own, of bounded size; the requests that were used least lately lose their place
-(`draft_slots`), and are computed again when they come back.
-
-Invariants: those of `draft_runner`, however large the pool is.
+Invariants: those of `draft_runner`, whatever the size of its pool.
 """
 
 from __future__ import annotations
@@ -20,17 +17,13 @@ from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, Slots
 from specactor.weights_sync import draft_push
 from specactor.weights_sync.messages import DraftWeights
 
-BRANCH = "branch"
-"""Of the keys of places that branches have during a call."""
+BRANCH = "branch"  # begins the keys of places that branches have during a call
 
 
 @dataclass(slots=True)
 class _Known:
-    """A text as it was in the last call."""
-
     prompt_ids: Sequence[int]
-    output: int = 0
-    """Tokens of it."""
+    output: int = 0  # tokens of it
     cache: SequenceCache = field(default_factory=SequenceCache)
 
 
@@ -40,7 +33,6 @@ class DraftBackend:
     runner_type = DraftRunner
 
     def __init__(self, runner: Any) -> None:
-        """Args: runner: SGLang's, from `draft_runner.load_alone`."""
         self.version = 0
         self._runner = self.runner_type(runner)
         self.wants_seconds = True
@@ -50,7 +42,6 @@ class DraftBackend:
 
     @classmethod
     def start(cls, spec: DrafterSpec) -> DraftBackend:
-        """Load the model, once per process."""
         runner = load_alone(
             spec.model_dir,
             dtype=spec.dtype,
@@ -64,24 +55,21 @@ class DraftBackend:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of texts for which the pool has room in any case."""
+        """Return for how many tokens there is room in any case."""
         return max(1, self._runner.num_slots - self._runner.num_rows * BLOCK_TOKENS)
 
     def renew(self, weights: DraftWeights) -> str:
-        """See `continuer.Renewable`. Texts are shown to the new weights from their beginning."""
         problem = draft_push.load(self._runner.model, weights)
         if not problem:
             self.version = weights.draft_version
             for known in self._known.values():
-                known.cache.cut(0)
+                known.cache.cut(0)  # texts are shown to the new weights from their beginning
         return problem
 
     def sleep(self) -> None:
-        """See `continuer.Sleeper`."""
         self._runner.leave_device()
 
     def wake(self) -> None:
-        """See `continuer.Sleeper`."""
         self._runner.take_device()
 
     def forget(self, key: Hashable) -> None:
@@ -89,8 +77,7 @@ class DraftBackend:
         self._known.pop(key, None)
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        """Draft a token for each lane; none for a text that is too long for the context or the whole pool, and for a
-        branch without room beside all texts."""
+        """Draft a token for each lane that has room in context and pool."""
         for lane in lanes:
             if lane.branch is None:
                 self._meet(lane)
@@ -107,11 +94,10 @@ class DraftBackend:
         return answers
 
     def seconds(self) -> list[int]:
-        """See `continuer.Branching`."""
         return self._seconds
 
     def _meet(self, lane: Lane) -> None:
-        """Find out what is still seen of a text that may have changed since the last call."""
+        """Find what is still seen of a text since the last call."""
         known = self._known.get(lane.key)
         if known is None or not _same(known.prompt_ids, lane.prompt_ids):
             known = self._known[lane.key] = _Known(lane.prompt_ids)
@@ -122,9 +108,8 @@ class DraftBackend:
         known.output = len(lane.tokens)
 
     def _batches(self, lanes: Sequence[Lane]) -> Iterator[dict[int, DraftText]]:
-        """All lanes that have room, by their index, in as few batches as the pool allows; a batch is computed before
-        the next. Who is not asked for loses its place before others do."""
-        asked = {lane.key for lane in lanes if lane.branch is None}
+        """Yield lanes with room, by index, in as few batches as possible."""
+        asked = {lane.key for lane in lanes if lane.branch is None}  # others lose their place first
         batch: dict[int, DraftText] = {}
         for i, lane in enumerate(lanes):
             if lane.branch is not None:
@@ -144,8 +129,7 @@ class DraftBackend:
             yield batch
 
     def _branch(self, i: int, lane: Lane) -> DraftText | None:
-        """The text of a branch, with the keys of its request's own text, and a place of its own for this call; None
-        where nothing is free, or the own text lost its place."""
+        """Return a branch's text, which reads its request's own keys, or None."""
         assert lane.branch is not None
         known, row = self._known.get(lane.key), self._slots.row(lane.key)
         length, total = len(lane.prompt_ids) + lane.branch, len(lane.prompt_ids) + len(lane.tokens)
@@ -159,7 +143,7 @@ class DraftBackend:
         return _text(lane, reserved.row, SequenceCache(cached=length))
 
     def _place(self, lane: Lane, in_use: Collection[Hashable]) -> DraftText | None:
-        """The text with a row of the page table; None where there is no room beside those in use."""
+        """Return the text in its page-table row, or None without room."""
         tokens = len(lane.prompt_ids) + len(lane.tokens)
         if tokens > self._runner.context_length:
             return None
@@ -169,14 +153,13 @@ class DraftBackend:
         for evicted in reserved.evicted:
             del self._known[evicted]
         for index, block in reserved.new_blocks:
-            self._runner.place(reserved.row, index, block)
+            self._runner.place(reserved.row, index * BLOCK_TOKENS, block)
         # an earlier batch of this call may have evicted it
         known = self._known.setdefault(lane.key, _Known(lane.prompt_ids, len(lane.tokens)))
         return _text(lane, reserved.row, known.cache)
 
 
 def _text(lane: Lane, row: int, cache: SequenceCache) -> DraftText:
-    """A lane's text, which wants one token, at this row of the page table."""
     return DraftText(
         prompt_ids=lane.prompt_ids,
         output_ids=lane.tokens,

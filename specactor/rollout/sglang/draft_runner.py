@@ -1,13 +1,9 @@
-"""A draft model on SGLang's model runner: what it has seen of a text, and how it goes on.
-
-The drafter `model` in an engine (`model_drafter`) and a drafter process (`draft_backend`) both draft with a
-`DraftRunner`. They differ in where keys and values lie: at the target's slots, or in a pool of its own (`load_alone`).
+"""A draft model on SGLang's model runner, in an engine or a drafter process.
 
 Invariants:
-- the first `cached` tokens of a text, counted from position 0, have keys and values that were computed from just these
-  tokens; what drafts left behind them is overwritten before it is read. So a rollback is a shorter length;
-- what is drafted for a text depends on its tokens, seed and temperature: not on the other texts of the call, nor on
-  what was drafted, evicted or rolled back before.
+- the first `cached` tokens of a text have keys and values of just these tokens; what lies behind is overwritten before
+  it is read, so a rollback is a shorter length;
+- a draft depends on its text's tokens, seed and temperature: not on other texts, evictions or rollbacks.
 
 Shape legend: R rows, B texts, V vocabulary.
 """
@@ -32,24 +28,22 @@ from specactor.rollout.speculation.verification import common
 
 DRAFT_TEMPERATURE = 2 / 3
 """Factor of a request's temperature in its drafts. Measured at temperature 1 (docs/results/acceptance.md): 0.4 to 1.6 %
-more tokens accepted than with 1, 2.7 % with a draft model whose policy was trained on, and as many as with a factor
-fitted to what was accepted before; 1.5 % fewer where the policy became less certain than its draft model."""
+more tokens accepted than with 1, 2.7 % more with a draft model whose policy was trained on, 1.5 % fewer where the
+policy became less certain than its draft model."""
 
 
 def is_greedy(sampling: Any) -> bool:
-    """Whether the noise of a request with these parameters of SGLang is of no use to drafters: there is none, or it
-    belongs to ranks among sorted tokens."""
+    """Return whether a request's noise is of no use to drafters: none, or of ranks among sorted tokens."""
     from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
     return bool(sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k < TOP_K_ALL)
 
 
-_loaded: list[Any] = []
-"""SGLang's configurations of this rank's draft models."""
+_loaded: list[Any] = []  # SGLang's configurations of this rank's draft models
 
 
 def load(folder: str, server_args: Any, *, gpu_id: int, nccl_port: int, target_worker: Any) -> Any:
-    """SGLang's worker with a draft model, on this rank; it has no memory pool yet. Takes a dense model."""
+    """Return SGLang's worker with a draft model, without a memory pool yet."""
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.runtime_context import get_spec
 
@@ -66,7 +60,6 @@ def load(folder: str, server_args: Any, *, gpu_id: int, nccl_port: int, target_w
 
 
 def install() -> None:
-    """Registers the hook with SGLang's plugin registry. Call it from a plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     cell_size = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
@@ -74,16 +67,12 @@ def install() -> None:
 
 
 def _with_the_draft_model(original: Callable[..., int], configurator: Any, kvc: Any, num_layers: int) -> int:
-    """Bytes of keys and values of one token, by which SGLang makes pools from the memory that is free.
-
-    Draft models keep as many tokens as the target. SGLang counts them for its own algorithms alone; without, the
-    target's pool takes all, and there is nothing left for those of draft models.
-    """
     own = original(configurator, kvc, num_layers)
     if kvc.is_draft_worker:
         return own
     from sglang.srt.runtime_context import get_parallel
 
+    # Bytes of a token: SGLang counts draft models for its own algorithms alone, and the target's pool would take all.
     for draft in _loaded:
         layers = draft.num_nextn_predict_layers if is_mtp(draft) else draft.num_hidden_layers
         heads = draft.get_num_kv_heads(get_parallel().attn_tp_size)
@@ -93,12 +82,12 @@ def _with_the_draft_model(original: Callable[..., int], configurator: Any, kvc: 
 
 
 def is_mtp(model_config: Any) -> bool:
-    """Whether it is the target's MTP layer, as SGLang names it where it serves one as a draft model."""
+    """Return whether it is the target's MTP layer."""
     return "MiMoMTP" in (model_config.hf_config.architectures or ())
 
 
 def num_features(model_config: Any) -> int:
-    """Numbers that the model reads of the target's hidden states at a token; 0: it is no head (`head_runner`)."""
+    """Return how many numbers a head reads of the target's hidden states per token; 0: no head."""
     config = model_config.hf_config
     if is_mtp(model_config):
         return int(config.hidden_size)
@@ -118,31 +107,43 @@ def load_alone(
     memory_fraction: float = 0.5,
     random_seed: int = 0,
 ) -> Any:
-    """SGLang's runner of a dense model, with a page table and a KV pool of its own. Once per process, before CUDA or
-    sockets are used. The process's TMPDIR must be its own.
+    """Return SGLang's runner of a dense model, with a page table and KV pool of its own.
 
-    Args: slots of the KV pool, or None, and SGLang decides; rows of the page table; longest text in tokens; share of a
-    GPU's memory for weights and KV pool.
+    Call it once per process, before CUDA or sockets are used, with a TMPDIR of its own.
+
+    Args:
+        max_tokens: slots of the pool; None lets SGLang decide.
+        memory_fraction: of a GPU, for weights and pool.
     """
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = (Path(os.environ["TMPDIR"]) / "rendezvous").as_uri()
     from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    return _runner_of(
-        _alone(
-            model_path=model_dir,
-            dtype=dtype,
-            context_length=context_length,
-            max_running_requests=max_requests,
-            max_total_tokens=max_tokens,
-            mem_fraction_static=memory_fraction,
-            random_seed=random_seed,
-        )
-    )
+    arguments: dict[str, Any] = {
+        "model_path": model_dir,
+        "dtype": dtype,
+        "context_length": context_length,
+        "max_running_requests": max_requests,
+        "max_total_tokens": max_tokens,
+        "mem_fraction_static": memory_fraction,
+        "random_seed": random_seed,
+        "skip_tokenizer_init": True,
+        "enable_deterministic_inference": True,
+        "sampling_backend": "pytorch",
+        "page_size": 1,
+        "cuda_graph_backend_prefill": "disabled",
+        "log_level": "warning",
+    }
+    if torch.cuda.is_available():
+        arguments["cuda_graph_bs_decode"] = graph_sizes(max(MAX_ROWS, max_requests))
+    else:
+        arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True}
+        arguments["disable_cuda_graph"] = True
+    return _runner_of(ServerArgs(**arguments))
 
 
 def _runner_of(server_args: Any) -> Any:
-    """Return SGLang's runner, alone in its process."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
     from sglang.srt.layers.moe import initialize_moe_config
@@ -169,34 +170,13 @@ def _runner_of(server_args: Any) -> Any:
     return runner
 
 
-def _alone(**arguments: Any) -> Any:
-    """Return SGLang's ServerArgs for `load_alone`."""
-    from sglang.srt.server_args import ServerArgs
-
-    arguments |= {
-        "skip_tokenizer_init": True,
-        "enable_deterministic_inference": True,
-        "sampling_backend": "pytorch",
-        "page_size": 1,
-        "cuda_graph_backend_prefill": "disabled",
-        "cuda_graph_bs_decode": graph_sizes(max(MAX_ROWS, arguments["max_running_requests"])),
-        "log_level": "warning",
-    }
-    if not torch.cuda.is_available():
-        arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True}
-        arguments["disable_cuda_graph"] = True
-        del arguments["cuda_graph_bs_decode"]
-    return ServerArgs(**arguments)
-
-
 @dataclass(slots=True)
 class SequenceCache:
     """What the draft model has seen of a text."""
 
-    cached: int = 0
-    """Leading tokens whose keys and values count."""
+    cached: int = 0  # leading tokens whose keys and values count
     fed: list[int] = field(default_factory=list)
-    """Draft tokens that it saw after those; seen for good as far as the text goes on with the same."""
+    """Draft tokens that it saw after those; they count as far as the text goes on with the same."""
 
     def grow(self, length: int, tokens: Sequence[int]) -> None:
         """`tokens` follow the text, which had `length`."""
@@ -216,13 +196,9 @@ class DraftText:
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
     seed: int
-    """Of the request's noise."""
-    temperature: float
-    """0: the likeliest token is drafted."""
-    window: int
-    """Draft tokens, at least one. The page table has slots for all but the last."""
-    row: int
-    """Of the page table."""
+    temperature: float  # 0: the likeliest token is drafted
+    window: int  # draft tokens, at least one. The page table has slots for all but the last
+    row: int  # of the page table
     cache: SequenceCache
 
     @property
@@ -230,7 +206,6 @@ class DraftText:
         return len(self.prompt_ids) + len(self.output_ids)
 
     def since(self, start: int) -> list[int]:
-        """Tokens from position `start` on."""
         prompt = len(self.prompt_ids)
         if start >= prompt:
             return list(self.output_ids[start - prompt :])
@@ -244,40 +219,29 @@ class DraftBatch:
         self.texts = texts
         self.base = torch.tensor([text.length - 1 for text in texts], dtype=torch.int64)
         """[B] position of the last token, on the CPU."""
-        self.table = on_device([text.row for text in texts], device, torch.int64)
-        """[B] rows of the page table."""
-        self.seeds = on_device([text.seed for text in texts], device, torch.int64)
-        """[B]"""
+        self.table = on_device([text.row for text in texts], device, torch.int64)  # [B] rows of the page table
+        self.seeds = on_device([text.seed for text in texts], device, torch.int64)  # [B]
         temperatures = [[(text.temperature or 1.0) * draft_temperature] for text in texts]
-        self.temperatures = on_device(temperatures, device, torch.float32)
-        """[B, 1]"""
-        self.greedy = on_device([text.temperature == 0 for text in texts], device)
-        """[B]"""
+        self.temperatures = on_device(temperatures, device, torch.float32)  # [B, 1]
+        self.greedy = on_device([text.temperature == 0 for text in texts], device)  # [B]
 
     def count(self, depth: int) -> int:
-        """Texts that want more than `depth` tokens; they are the first ones."""
-        return sum(text.window > depth for text in self.texts)
+        return sum(text.window > depth for text in self.texts)  # the first ones
 
 
 class DraftRunner:
-    """Of one engine rank, or of a drafter process. With several ranks all must call it, with equal arguments.
-
-    Passes with a row per text run in SGLang's CUDA graphs where there are any. All others go to the layers directly:
-    what SGLang's runner does besides serves batches of the scheduler, and takes longer than a small model.
-    """
+    """Drafts for texts. All ranks must call it, with equal arguments."""
 
     draft_temperature = DRAFT_TEMPERATURE
-    first_token = 0
-    """The first that it is shown."""
-    keeps_drafts = True
-    """Whether what it has seen of its own drafts counts, as far as the text goes on with the same."""
+    first_token = 0  # the first that it is shown
+    keeps_drafts = True  # what it saw of its drafts counts as far as the text goes on with the same
 
     def __init__(self, runner: Any) -> None:
         from sglang.srt.model_executor import forward_batch_info
 
         self._runner = runner
         self.seconds: list[int] | None = None
-        """Of the last call, per text its second choice for the first token, for whoever sets it to a list before."""
+        """Of the last call, per text its second choice for the first token, if it was set to a list before."""
         self._info = forward_batch_info
         self._vocab_size = int(runner.model_config.vocab_size)
         self._device = torch.device(runner.device)
@@ -289,22 +253,18 @@ class DraftRunner:
 
     @property
     def context_length(self) -> int:
-        """Longest text in tokens."""
         return int(self._runner.model_config.context_len)
 
     @property
     def num_slots(self) -> int:
-        """Of the KV pool; they count from 1."""
-        return int(self._runner.max_total_num_tokens)
+        return int(self._runner.max_total_num_tokens)  # counted from 1, as rows are
 
     @property
     def num_rows(self) -> int:
-        """Of the page table; they count from 1."""
         return int(self._runner.req_to_token_pool.size)
 
     def leave_device(self) -> None:
-        """Weights go to the host's memory, and the KV pool goes. On a GPU the page table and CUDA's own memory stay: a
-        process gives those back with its end alone."""
+        """Move the weights to the host and free the KV pool."""
         self.model.to("cpu")
         self._runner.decode_cuda_graph_runner = None  # it would read where the weights were
         self._runner.token_to_kv_pool._clear_buffers()
@@ -312,32 +272,28 @@ class DraftRunner:
             torch.cuda.empty_cache()
 
     def take_device(self) -> None:
-        """After `leave_device`; no key of before is there."""
+        """Undo `leave_device`; all keys are lost."""
         self.model.to(self._device)
         self._runner.token_to_kv_pool._create_buffers()
         if self._device.type == "cuda":
             with rows_as_requests(self._runner):
                 self._runner.init_decode_cuda_graph()
 
-    def place(self, row: int, index: int, block: int) -> None:
-        """Positions from index * BLOCK_TOKENS on lie in this block. Args: row of the page table."""
+    def place(self, row: int, first: int, block: int) -> None:
+        """Let positions from `first` on lie in this block."""
         table = self._runner.req_to_token_pool.req_to_token
-        first, stop = index * BLOCK_TOKENS, min((index + 1) * BLOCK_TOKENS, table.shape[1])
-        slot = slot_range(block).start
+        slot, stop = slot_range(block).start, min(first + BLOCK_TOKENS, table.shape[1])
         table[row, first:stop] = torch.arange(slot, slot + stop - first, dtype=table.dtype, device=table.device)
 
     def share(self, row: int, own: int, *, length: int, block: int) -> None:
-        """Let a row of the page table read the first `length` tokens of another; its own lie in this block."""
+        """Let row `own` read `length` tokens of `row`; further ones lie in this block."""
         table = self._runner.req_to_token_pool.req_to_token
-        stop = min(length + BLOCK_TOKENS, table.shape[1])
         table[own, :length] = table[row, :length]
-        slot = slot_range(block).start
-        table[own, length:stop] = torch.arange(slot, slot + stop - length, dtype=table.dtype, device=table.device)
+        self.place(own, length, block)
 
     @torch.no_grad()
     def draft(self, texts: Sequence[DraftText]) -> list[list[int]]:
-        """What may follow each text: a pass over the tokens that the model has not seen, a row for each, and a pass per
-        further draft token, with a row for each text."""
+        """Draft after each text: a pass over its unseen tokens, then one per further token."""
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
         if not texts:
@@ -368,10 +324,9 @@ class DraftRunner:
         return drafts
 
     def _sample(self, logits_BV: Tensor, batch: DraftBatch, depth: int) -> Tensor:
-        """argmax over v of log q(v) + G(seed, position, v), G the target's own noise: int64 [B], of the first texts.
+        """Return argmax_v log q(v) + G(seed, position, v), int64 [B], G being the target's own noise.
 
-        Args:
-            depth: draft tokens after the text so far; the position is that of the last, as in the target's sampler.
+        Position is that of the last of `depth` draft tokens.
         """
         from sglang.srt.layers import sampler
 
@@ -389,7 +344,7 @@ class DraftRunner:
         return sampled_B1.view(-1).where(~batch.greedy[:count], likeliest_B)
 
     def _catch_up(self, batch: DraftBatch) -> Tensor:
-        """[B, V], after the last token of each text, in passes of at most `MAX_ROWS` rows over what was not seen."""
+        """Return logits [B, V] after each text."""
         starts = [max(self.first_token, min(text.cache.cached, text.length - 1)) for text in batch.texts]
         unseen = [text.since(start) for text, start in zip(batch.texts, starts, strict=True)]
         rows = [
@@ -414,11 +369,13 @@ class DraftRunner:
         return torch.cat(pieces)
 
     def _logits(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor, wanted_B: Tensor | None = None) -> Tensor:
-        """[B, V], of the rows `wanted_B`, or of all. Args: tokens, rows of the page table, positions (on the CPU).
+        """Return logits [B, V] of the rows `wanted_B`, or of all. Positions are on the CPU.
 
-        A row reads the keys of its request up to its own position, be they from this pass or from an earlier one.
+        A row reads keys up to its own position, also those of this pass.
         """
         batch = self._batch(tokens_R, table_R, positions_R)
+        # Other passes go to the layers directly: SGLang's runner serves the scheduler besides, which takes longer than
+        # a small model.
         graphs = getattr(self._runner, "decode_cuda_graph_runner", None)
         if graphs is not None and graphs.can_run_graph(batch):
             replayed: Tensor = graphs.execute(batch).next_token_logits
@@ -432,7 +389,6 @@ class DraftRunner:
         return logits
 
     def _batch(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor) -> Any:
-        """A round of decoding, as SGLang's layers take it."""
         runner = self._runner
         lengths_R = positions_R + 1
         positions_R = on_device(positions_R, self._device)

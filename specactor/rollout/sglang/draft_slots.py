@@ -1,10 +1,7 @@
-"""Which slots of a KV pool and which row of a page table belong to which request. PURE.
+"""Which slots of a KV pool and row of a page table belong to which request. PURE.
 
-For a draft model that has a pool of its own. Slots are given in blocks, so a growing text asks for one now and then.
-When there is no room, the least recently used requests lose theirs: what they held is computed again if they come back.
-
-Invariants: no row and no block belongs to two requests; all of them are free or belong to one; row 0 and slot 0 are
-never given (SGLang pads with them); a request that is in use is never evicted.
+Invariants: no row or block belongs to two requests, and none is lost; row 0 and slot 0 are never given (SGLang pads
+with them); a request in use is never evicted.
 """
 
 from __future__ import annotations
@@ -13,45 +10,32 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
-BLOCK_TOKENS = 32
-"""Slots of a block."""
+BLOCK_TOKENS = 32  # slots of a block
 
 
 @dataclass(slots=True)
 class Place:
-    """The place of one request."""
-
     row: int
-    """Of the page table."""
-    blocks: list[int] = field(default_factory=list)
-    """Position p is in block p // BLOCK_TOKENS of these."""
+    blocks: list[int] = field(default_factory=list)  # position p is in block p // BLOCK_TOKENS of these
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """This is what changed so that a request has room."""
+    """What changed so that a request has room."""
 
     row: int
-    new_blocks: tuple[tuple[int, int], ...]
-    """(index among the request's blocks, block)"""
-    evicted: tuple[Hashable, ...]
-    """Requests that lost their place."""
+    new_blocks: tuple[tuple[int, int], ...]  # (index among the request's blocks, block)
+    evicted: tuple[Hashable, ...]  # requests that lost their place, the least recently used first
 
 
 class Slots:
-    """The slots of one pool."""
+    """The slots and rows of one pool."""
 
     def __init__(self, *, num_slots: int, num_rows: int) -> None:
-        """Args: slots 1..num_slots and rows 1..num_rows can be given."""
+        """Slots 1..num_slots and rows 1..num_rows can be given."""
         self._free_blocks = list(range(num_slots // BLOCK_TOKENS))[::-1]
         self._free_rows = list(range(1, num_rows + 1))[::-1]
-        self._places: OrderedDict[Hashable, Place] = OrderedDict()
-        """The least recently used first."""
-
-    @property
-    def keys(self) -> Collection[Hashable]:
-        """Requests with a place."""
-        return self._places.keys()
+        self._places: OrderedDict[Hashable, Place] = OrderedDict()  # the least recently used first
 
     @property
     def free_blocks(self) -> int:
@@ -62,12 +46,12 @@ class Slots:
         return len(self._free_rows)
 
     def row(self, key: Hashable) -> int | None:
-        """Return the row of a request's place, if it has one."""
         place = self._places.get(key)
         return place.row if place else None
 
     def reserve(self, key: Hashable, tokens: int, *, in_use: Collection[Hashable] = ()) -> Reservation | None:
-        """Room for `tokens` positions of a request. None, and nothing changes, where only `in_use` could make room."""
+        """Make room for `tokens` positions of a request. None, and nothing changes, where only `in_use` could make
+        room."""
         place = self._places.get(key)
         missing = max(0, -(-tokens // BLOCK_TOKENS) - (len(place.blocks) if place else 0))
         if place is not None and not missing:
@@ -88,7 +72,7 @@ class Slots:
     def _evictable(
         self, key: Hashable, blocks: int, *, needs_row: bool, in_use: Collection[Hashable]
     ) -> list[Hashable] | None:
-        """The requests that must go so that `blocks` more are free; None if that is impossible."""
+        """Return who must go for `blocks` more; None if that is impossible."""
         free, rows = len(self._free_blocks), len(self._free_rows)
         victims: list[Hashable] = []
         for other, place in self._places.items():
@@ -109,5 +93,4 @@ class Slots:
 
 
 def slot_range(block: int) -> range:
-    """The slots of a block."""
     return range(1 + block * BLOCK_TOKENS, 1 + (block + 1) * BLOCK_TOKENS)

@@ -1,14 +1,13 @@
-"""A rollout engine as its trainer rank sees it: a child process behind a socket. No SGLang here.
+"""A rollout engine as its trainer rank sees it: a child process.
 
-Invariants: no wait is unbounded; a death of the host, of a scheduler or of SGLang is an `EngineDied` that carries the
-responses finished before it; after `stop` or `kill` no process of the engine is left.
+Invariants: no wait is unbounded; a death of host, scheduler or SGLang is an `EngineDied` with the responses finished
+before; after `stop` or `kill` no process of the engine is left.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,7 +49,7 @@ _FLUSH_PAUSE_S = 0.1
 
 
 class EngineDied(EngineError):  # noqa: N818  (an event, like StopIteration)
-    """The engine is gone, or was ended because it made no progress. ``finished`` holds what it had delivered."""
+    """The engine is gone, or was ended; ``finished`` holds what it had delivered."""
 
     def __init__(self, message: str, finished: Sequence[Trajectory] = ()) -> None:
         super().__init__(message)
@@ -63,10 +62,8 @@ class Engine:
     def __init__(
         self, spec: EngineSpec, *, run: str = "specactor.rollout.sglang.engine_server:run", **environment: str
     ) -> None:
-        """Starts its process and returns at once; `wait_ready` tells how it went.
-
-        Args: what to start; what the process does, for a benchmark that needs more; variables of its environment.
-        """
+        """Start its process, without waiting. Args: run: what the process does. environment: further variables of
+        it."""
         self.spec = spec
         self.ready: Ready | None = None
         self._process: ChildProcess[FromHost] = ChildProcess(
@@ -77,9 +74,7 @@ class Engine:
             environment=cpu.process_environment(spec.devices) | environment | speculation_calls.start_environment(spec),
             log_file=spec.log_file,
         )
-        self._lock = threading.Lock()
-        self._version = 0
-        self._counts = {"requests": 0, "tokens": 0, "generate_s": 0.0}
+        self.version = 0  # of the weights that the engine holds; trajectories of later calls carry it
 
     @property
     def index(self) -> int:
@@ -87,29 +82,15 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """Return the pid of the guard around it; leader of the session that all its processes are in."""
+        """Return the guard's pid, which leads the session of all its processes."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Return whether it runs and speaks, as far as is known."""
         return self._process.alive
 
-    @property
-    def version(self) -> int:
-        """Return the version of the weights that the engine holds."""
-        return self._version
-
-    def set_version(self, version: int) -> None:
-        """States which weights were put into the engine; the trajectories of later calls carry it."""
-        self._version = version
-
-    def stats(self) -> dict[str, float]:
-        """Requests and tokens generated, seconds spent in `generate`, and seconds that the start took."""
-        return {**self._counts, "start_s": self.ready.start_s if self.ready else 0.0}
-
     def wait_ready(self, timeout_s: float) -> None:
-        """Until the engine takes requests. Raises EngineError, with the end of the log, when it does not."""
+        """Wait until it takes requests. Raises EngineError, with the end of the log, otherwise."""
         if self.ready is None:
             ready = self._process.wait_ready(timeout_s)
             assert isinstance(ready, Ready)
@@ -124,9 +105,9 @@ class Engine:
         report_tokens: int = 0,
         timeout_s: float | None = None,
     ) -> list[Trajectory]:
-        """Responses in the order of `requests`; `on_finished` sees each as it comes, in the caller's thread.
+        """Return responses in the order of `requests`; callbacks run in the caller's thread.
 
-        `on_progress` sees after every `report_tokens` tokens of a request what it has, without its experts.
+        `on_progress` sees what a request has after every `report_tokens` tokens, without experts.
 
         Raises EngineDied when the engine dies or shows no progress for `EngineConfig.request_timeout_s`, and
         EngineError, the engine being unharmed, when a request cannot be served or `timeout_s` for all is over.
@@ -136,8 +117,7 @@ class Engine:
         if self.ready is None:
             raise EngineError(f"engine {self.index} is not ready. Call wait_ready first.")
         check_servable(requests, self.spec, self.ready)
-        started = time.monotonic()
-        deadline = None if timeout_s is None else started + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         finished: dict[int, Trajectory] = {}
         running: dict[int, tuple[list[int], list[float]]] = {}
         bare = [resume.bare(request) for request in requests]
@@ -152,21 +132,20 @@ class Engine:
                 if isinstance(message, Failed):
                     raise EngineError(f"engine {self.index}: {message.message}")
                 if isinstance(message, Finished):
-                    trajectory = whole_response(requests[message.request], message, self.spec, self._version)
+                    trajectory = whole_response(requests[message.request], message, self.spec, self.version)
                     finished[message.request] = trajectory
                     if on_finished is not None:
                         on_finished(trajectory)
                 if isinstance(message, Progress) and message.news is not None and on_progress is not None:
                     request = requests[message.news.request]
-                    on_progress(request, response_so_far(request, message.news, running, self._version))
-        self._count(requests, finished.values(), time.monotonic() - started)
+                    on_progress(request, response_so_far(request, message.news, running, self.version))
         return [finished[i] for i in range(len(requests))]
 
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        """Runs a function of `rank_calls` in every tensor-parallel rank, between two steps; one answer per rank.
+        """Run a function of `rank_calls` in every rank, between two steps.
 
-        Raises EngineError, the engine being unharmed, when it raised on a rank; a rank that does not come back within
-        `timeout_s` costs the engine its life (EngineDied).
+        Raises EngineError, the engine being unharmed, when it raised on a rank, and EngineDied when a rank is not back
+        within `timeout_s`.
         """
         message = self._ask(RankCall(name=name, payload=payload, timeout_s=timeout_s), timeout_s)
         if isinstance(message, RankReplies):
@@ -174,99 +153,83 @@ class Engine:
         raise EngineError(f"engine {self.index}: rank call {name!r}: {_text(message)}")
 
     def flush(self) -> None:
-        """Drop the KV and prefix cache. Raises EngineError when requests are running.
-
-        The last response is delivered a moment before the scheduler counts itself as idle: that moment is waited for.
-        """
-        for _ in range(_FLUSH_TRIES):
+        """Drop the KV and prefix cache. Raises EngineError when requests are running."""
+        for _ in range(_FLUSH_TRIES):  # the last response comes a moment before the scheduler counts itself idle
             if all(self.rank_call("flush", b"", timeout_s=_COMMAND_TIMEOUT_S)):
                 return
             time.sleep(_FLUSH_PAUSE_S)
         raise EngineError(f"engine {self.index}: flush: requests are still running. Abort them or wait for them first.")
 
     def parse_tools(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
-        """Return what a response says beside its calls of tools; the name and arguments, in JSON, of each call."""
+        """Return a response without its tool calls, and each call's name and arguments in JSON."""
         payload = msgspec.json.encode((text, tools))
         answer = self.rank_call("parse_tools", payload, timeout_s=_COMMAND_TIMEOUT_S)[0]
         return msgspec.json.decode(answer, type=tuple[str, list[tuple[str, str]]])
 
     def abort(self) -> None:
-        """End all running requests; their `generate` returns them with finish reason ``abort``."""
+        """End all running requests, with finish reason ``abort``."""
         self._do(Command(verb="abort"))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """Abort these requests alone; ids of requests that do not run are passed over."""
+        """End these requests, where they run."""
         self._do(Abort(request_ids=list(request_ids)))
 
     def pause(self) -> None:
-        """Hold generation between two steps until `resume`."""
+        """Hold generation between two steps."""
         self._do(Command(verb="pause"))
 
     def resume(self) -> None:
         self._do(Command(verb="resume"))
 
     def speculation_counts(self) -> dict[str, Counts]:
-        """Return what speculation did since the last call, per drafter; nothing from an engine that was started without
-        it."""
+        """Return what speculation did since the last call, per drafter."""
         if self.spec.speculation.mode == "off":
             return {}
         reply = self.rank_call(speculation_calls.REPORT, b"", timeout_s=_COMMAND_TIMEOUT_S)[0]  # rank 0 decides
         return msgspec.json.decode(reply, type=dict[str, Counts])
 
     def speculation_figures(self) -> Figures:
-        """Return what drafters counted themselves since the last call; see `Drafter.figures`."""
+        """Return what drafters counted themselves; see `Drafter.figures`."""
         if self.spec.speculation.mode == "off":
             return {}
         reply = self.rank_call(speculation_calls.FIGURES, b"", timeout_s=_COMMAND_TIMEOUT_S)[0]
         return msgspec.json.decode(reply, type=Figures)
 
     def trace(self, *, on: bool) -> list[Span]:
-        """Return what was recorded since the last call; record from now on, or do not. Nothing without speculation."""
+        """Return the spans since the last call; record from now on, or do not."""
         if self.spec.speculation.mode == "off":
             return []
         reply = self.rank_call(speculation_calls.TRACE, b"on" if on else b"off", timeout_s=_COMMAND_TIMEOUT_S)[0]
         return msgspec.msgpack.decode(reply, type=list[Span])
 
-    def release_memory(self) -> bool:
-        """Free the device's memory until `resume_memory`; return False where the platform cannot.
-
-        Raises EngineError when requests are running: SGLang's scheduler dies of a release before it counts itself idle.
-        """
-        self.flush()
+    def release_memory(self) -> None:
+        """Free the device's memory, where the platform can. Raises EngineError when requests are running."""
+        self.flush()  # SGLang's scheduler dies of a release before it counts itself idle
         self._do(Command(verb="release_memory"))
-        return self.ready is not None and self.ready.memory_release
 
     def resume_weights(self) -> None:
-        """Take the device's memory for weights again; they are undefined until the next weight sync."""
+        """Take the memory for weights again; they are undefined until the next weight sync."""
         self._do(Command(verb="resume_weights"))
 
     def resume_memory(self) -> None:
-        """Take all of the device's memory again that was not taken yet."""
+        """Take all other memory again."""
         self._do(Command(verb="resume_memory"))
 
     def stop(self) -> None:
-        """Orderly end; falls back to `kill`. Harmless when the engine is gone."""
+        """End in order, or by `kill`. Harmless when the engine is gone."""
         if self.ready is None:
             self.kill()
         self._process.stop()
 
     def kill(self) -> None:
-        """Immediate end of every process of the engine. Harmless when it is gone."""
+        """End every process of the engine at once."""
         self._process.kill()
 
     def log_tail(self) -> str:
-        """Last lines of the engine's log."""
         return self._process.log_tail()
 
-    def _count(self, requests: Sequence[RolloutRequest], done: Collection[Trajectory], seconds: float) -> None:
-        begun = sum(map(resume.num_begun, requests))
-        with self._lock:
-            self._counts["requests"] += len(done)
-            self._counts["tokens"] += sum(len(t.token_ids) for t in done) - begun
-            self._counts["generate_s"] += seconds
-
     def _next(self, call: Call[FromHost], deadline: float | None) -> FromHost:
-        """Next message of a generation: bounded by progress, and by the deadline if there is one."""
+        """Return the next message, bounded by progress and by the deadline."""
         patience = self.spec.config.request_timeout_s
         began = time.monotonic()
         left = float("inf") if deadline is None else deadline - began
@@ -286,13 +249,12 @@ class Engine:
                 raise self._given_up(f"made no progress for {patience:g} s and was ended.")
 
     def _do(self, message: Abort | Command) -> None:
-        """Until it says that it is done."""
         answer = self._ask(message, _COMMAND_TIMEOUT_S)
         if not isinstance(answer, Done):
             raise EngineError(f"engine {self.index}: {_text(answer)}")
 
     def _ask(self, message: ToHost, timeout_s: float) -> FromHost:
-        """Its answer. One that does not give it in time is ended (EngineDied)."""
+        """Return its answer. An engine that gives none in time is ended (EngineDied)."""
         try:
             return self._process.ask(message, timeout_s)
         except ChildDied as death:
@@ -311,9 +273,7 @@ def _text(message: FromHost) -> str:
 
 @contextmanager
 def running(spec: EngineSpec, **environment: str) -> Iterator[Engine]:
-    """It takes requests when the block begins, and is stopped when it ends. Raises EngineError if it does not start.
-
-    `environment`: further variables of its processes."""
+    """Run an engine for the block. Raises EngineError if it does not start."""
     engine = Engine(spec, **environment)
     try:
         engine.wait_ready(spec.config.start_timeout_s)
@@ -322,12 +282,11 @@ def running(spec: EngineSpec, **environment: str) -> Iterator[Engine]:
         engine.stop()
 
 
-_Parts = dict[int, tuple[list[int], list[float]]]
-"""Tokens and log-probabilities that were reported of the requests of a call."""
+_Parts = dict[int, tuple[list[int], list[float]]]  # tokens and log-probabilities reported so far, by request
 
 
 def check_servable(requests: Sequence[RolloutRequest], spec: EngineSpec, ready: Ready) -> None:
-    """Raises EngineError for a request that is too long, or that goes on from a beginning that cannot be."""
+    """Raise EngineError for a request that is too long, or has a wrong beginning."""
     limit = ready.max_sequence_tokens
     for request in requests:
         resume.check(request, with_experts=spec.config.routed_experts)
@@ -350,11 +309,7 @@ def check_servable(requests: Sequence[RolloutRequest], spec: EngineSpec, ready: 
 
 
 def whole_response(request: RolloutRequest, message: Finished, spec: EngineSpec, version: int) -> Trajectory:
-    """The whole response; `version` of the weights that the engine holds.
-
-    One that was aborted while it waited is empty where experts are wanted: nobody can say by now which experts computed
-    what it had emitted. Raises EngineError for any other response without them.
-    """
+    """Return the whole response. Raises EngineError without the experts that were asked for."""
     dropped = spec.config.routed_experts and bool(message.token_ids) and not message.routed_experts
     if dropped and message.finish_reason != "abort":
         raise EngineError(
@@ -362,6 +317,7 @@ def whole_response(request: RolloutRequest, message: Finished, spec: EngineSpec,
             f"{message.finish_reason!r} without routed experts, expected those of every token with "
             "enable_return_routed_experts. Engine and SGLang disagree: check its version with specactor doctor."
         )
+    # Aborted while it waited: nobody can say by now which experts computed what it had emitted, so it is empty.
     return resume.whole(
         request,
         token_ids=() if dropped else message.token_ids,
@@ -373,7 +329,7 @@ def whole_response(request: RolloutRequest, message: Finished, spec: EngineSpec,
 
 
 def response_so_far(request: RolloutRequest, news: News, parts: _Parts, version: int) -> Trajectory:
-    """Return what a running request has, without its experts; adds the news to `parts`."""
+    """Add the news to `parts`, and return what the request has, without experts."""
     tokens, logprobs = parts.setdefault(news.request, ([], []))
     tokens += news.token_ids
     logprobs += news.logprobs

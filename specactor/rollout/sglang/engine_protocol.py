@@ -1,7 +1,6 @@
-"""What a trainer rank and the process of one of its engines, its *host*, say to each other, in `rollout.frames`.
+"""What a trainer rank and an engine's process, its *host*, say to each other.
 
-A call is answered by any number of `Finished` and `Progress`, and then by exactly one of `Ready`, `Done`, `RankReplies`
-and `Failed`.
+A call is answered by any number of `Finished` and `Progress`, then by one other message.
 """
 
 from __future__ import annotations
@@ -22,23 +21,16 @@ from specactor.types import FinishReason, RolloutRequest
 class EngineSpec:
     """One engine to start."""
 
-    index: int
-    """Of the engine in the job."""
-    model_dir: str
-    """Folder of a model in Hugging Face format."""
-    dtype: str
-    """float32 or bfloat16."""
+    index: int  # of the engine in the job
+    model_dir: str  # folder of a model in Hugging Face format
+    dtype: str  # float32 or bfloat16
     tensor_parallel: int = 1
-    devices: tuple[int | str, ...]
-    """One core (without a GPU) or one GPU per tensor-parallel rank."""
+    devices: tuple[int | str, ...]  # one core (without a GPU) or GPU per tensor-parallel rank
     config: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    drafters: DrafterAccess = field(default_factory=DrafterAccess)
-    """Processes that draft for it, in mode decoupled."""
-    context_length: int
-    """Longest sequence in tokens, prompt included."""
-    reserved_tokens: int = ENGINE_RESERVED_TOKENS
-    """Of that, what requests may not use; `layout.reserved_tokens`."""
+    drafters: DrafterAccess = field(default_factory=DrafterAccess)  # processes that draft for it, in mode decoupled
+    context_length: int  # longest sequence in tokens, prompt included
+    reserved_tokens: int = ENGINE_RESERVED_TOKENS  # of that, what requests may not use; `layout.reserved_tokens`
     awaits_weights: bool = False
     """It gets all weights by a sync before its first request, and reads none from the folder."""
     log_file: str
@@ -53,7 +45,7 @@ class EngineSpec:
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Generate all of these; they are admitted together, in this order."""
+    """Generate all of these, admitted together in this order."""
 
     requests: list[RolloutRequest]
     report_tokens: int = 0
@@ -61,10 +53,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """End some of the running requests, in whatever calls; they finish with reason ``abort`` and the tokens they have.
-
-    Ids of requests that do not run are passed over: they may just have finished.
-    """
+    """End some running requests; others are passed over."""
 
     request_ids: list[str]
 
@@ -78,13 +67,13 @@ class RankCall(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Command(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """One of the verbs without arguments."""
+    """A verb without arguments."""
 
     verb: str
 
 
 class Finished(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """One response; ``request`` is its index in the call."""
+    """A response; ``request`` is its index in the call."""
 
     request: int
     token_ids: list[int]
@@ -94,7 +83,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class News(msgspec.Struct, frozen=True, kw_only=True):
-    """This is what a running response has got since the last news of it; ``request`` is its index in the call."""
+    """What a running response got since its last news."""
 
     request: int
     token_ids: list[int]
@@ -102,34 +91,25 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The engine is alive and moving in this call."""
+    """The engine is moving in this call."""
 
-    news: News | None = None
-    """If the call asked for it."""
+    news: News | None = None  # if the call asked for it
 
 
 class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """It was done."""
+    """The call was carried out."""
 
 
 class RankReplies(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """One per tensor-parallel rank."""
-
     replies: list[bytes]
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The engine takes requests."""
-
     host_pid: int
     scheduler_pids: list[int]
     max_sequence_tokens: int
     """Prompt and response together; the smaller of the context and what the KV pool lets one request use."""
-    kv_tokens: int
-    """Size of the KV pool."""
-    start_s: float
-    memory_release: bool
-    """Whether weights and KV cache can leave the device between rollouts."""
+    kv_tokens: int  # size of the KV pool
 
 
 class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What an engine's process does: start SGLang, then answer the calls of the trainer rank on the inherited socket."""
+"""What an engine's process does: start SGLang, then answer the trainer rank's calls."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ from specactor.rollout.sglang.engine_protocol import (
 )
 
 _PROGRESS_EVERY_S = 1.0
-_BACKSTOP_S = 30.0
-"""The trainer rank gives up first, and ends the engine: a rank that hangs cannot be used again."""
+_BACKSTOP_S = 30.0  # the trainer rank gives up first, and ends the engine: a rank that hangs cannot be used again
 
 
 def run(connection: socket.socket) -> None:
-    """Serve until the end of the stream. The first message names the engine (`Start`)."""
+    """Serve until the end of the stream."""
     frame = frames.read(connection, TO_HOST)
     if frame is None:
         return
@@ -72,13 +71,12 @@ def _start(spec: EngineSpec) -> Backend:
 
 
 def _end_without(pid: int) -> None:
-    """The guard ends what else is there."""
     print(f"specactor: scheduler {pid} died", flush=True)
-    os._exit(1)
+    os._exit(1)  # the guard ends what else is there
 
 
 class _Server:
-    """Answers calls, each in a task of its own, so that an abort overtakes a generation."""
+    """Answers each call in its own task, so that an abort overtakes a generation."""
 
     def __init__(self, backend: Backend, connection: socket.socket) -> None:
         self._backend = backend
@@ -94,8 +92,6 @@ class _Server:
             scheduler_pids=backend.scheduler_pids,
             max_sequence_tokens=backend.max_sequence_tokens,
             kv_tokens=backend.kv_tokens,
-            start_s=backend.start_s,
-            memory_release=backend.memory_release,
         )
         await self._send(frames.START, ready)
         for pid in backend.scheduler_pids:  # SGLang looks at them every second, and heeds what it saw within five

@@ -1,12 +1,6 @@
-"""What an engine on GPUs has beside SGLang's: graphs with room for a row per token, and the attention backend `tiles`.
+"""Graphs with a row per token, and the attention backend `tiles`, for engines on GPUs.
 
-A verification is a batch of decoding with more rows. So the CUDA graphs and index buffers of plain decoding serve it,
-up to as many rows as the largest graph has; more run without a graph. That the same graphs run both is also why tokens
-are equal. Left alone, SGLang would capture graphs of requests that bring all their draft tokens in one row. A batch of
-one decode row is broadcast into such a graph without an error, and gives wrong tokens.
-
-`tiles` is SGLang's Triton backend, which decodes by `kernels`. Prefills, lists of keys and buffers of graphs are
-SGLang's.
+A verification is a decode batch with more rows: the CUDA graphs of plain decoding serve it, which keeps tokens equal.
 """
 
 from __future__ import annotations
@@ -22,16 +16,17 @@ from torch import Tensor
 from specactor.cpu.sglang_hooks import TILES, allow_seeded_sampling
 from specactor.errors import EngineError
 
-MAX_ROWS = 512
-"""Rows of a draft model's pass over tokens that it has not seen; its other passes have one per text."""
+MAX_ROWS = 512  # rows of a draft model's pass over unseen tokens; its other passes have one per text
 
 
 def install() -> None:
-    """Register the hooks with SGLang's plugin registry. Call it from a plugin."""
-    if torch.cuda.is_available():
-        _keep_graphs_releasable()
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if torch.cuda.is_available():
+        allow_seeded_sampling(TILES)
+        ATTENTION_BACKENDS[TILES] = lambda runner: backend_class()(runner)
+        _keep_graphs_releasable()
     runner = "sglang.srt.model_executor.model_runner.ModelRunner"
     for method, hook in {
         "_decode_cuda_graph_runner_cls": _graphs_of_rows,
@@ -42,12 +37,10 @@ def install() -> None:
 
 
 def graph_sizes(most_rows: int) -> list[int]:
-    """Return numbers of rows to capture CUDA graphs of, up to the most that a pass has.
-
-    A round takes the smallest graph that holds it, so it computes at most an eighth more rows than it has, or eight
-    more. SGLang would capture none for more rows than requests may run; without one a verification of 64 requests and 4
-    draft tokens each took 18 ms on an H100, and a plain round 2 (docs/results/gpu.md).
-    """
+    """Return numbers of rows to capture CUDA graphs of. A pass computes at most an eighth more rows than it has, or
+    eight more."""
+    # SGLang would capture none for more rows than requests may run. Without one a verification of 64 requests and 4
+    # draft tokens each took 18 ms on an H100, and a plain round 2 (docs/results/gpu.md).
     most = most_rows if most_rows <= 4 else -(-most_rows // 8) * 8
     sizes = [size for size in (1, 2, 4, *range(8, 257, 8)) if size < most]
     while sizes[-1:] != [most]:
@@ -57,22 +50,17 @@ def graph_sizes(most_rows: int) -> list[int]:
 
 
 def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return numbers of the host on the device, without waiting for it.
-
-    From ordinary memory a copy waits until the device has done all that it was given before, such as a forward pass.
-    """
+    """Return numbers of the host on the device, without waiting for it."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type == "cpu":
         return host
+    # A copy from ordinary memory waits until the device has done all that it was given before.
     locked = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
     return locked.copy_(host).to(device, non_blocking=True)
 
 
 def _keep_graphs_releasable() -> None:
-    """Give torch-memory-saver back the mode that SGLang starts schedulers for, and that alone can release graphs.
-
-    Megatron's module for inference, which SGLang's dumper imports where Megatron is installed, sets the other one.
-    """
+    """Undo the mode that Megatron sets when SGLang's dumper imports it, which cannot release graphs."""
     import sglang.srt.debug_utils.dumper  # noqa: F401  (before, not after)
     from sglang.srt.utils import torch_memory_saver_adapter as adapter
 
@@ -82,15 +70,11 @@ def _keep_graphs_releasable() -> None:
 
 @contextmanager
 def rows_as_requests(runner: Any) -> Iterator[None]:
-    """Within, SGLang's runner takes every row of a pass for a request that is decoded plainly: of a verification, or of
-    a draft model's.
-
-    How many requests can run, it reads from the pool of requests: for its buffers of indices, for the sizes of graphs,
-    and for the buffer of their logits.
-    """
+    """Have SGLang's runner take every row for a request that is decoded plainly."""
     from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+    # The pool's size gives the sizes of graphs, of their logits and of the buffers of indices.
     pool, algorithm = runner.req_to_token_pool, runner.spec_algorithm
     requests, per_request = pool.size, get_spec().speculative_num_draft_tokens
     if runner.is_draft_worker or not per_request:
@@ -117,30 +101,21 @@ def _graphs_of_rows(original: Callable[[Any], type], runner: Any) -> type:
 
 @functools.cache
 def _subclass(graph_runner: Any) -> type:
-    """Return SGLang's class of graph runners, which captures when an object is made, with rows as requests."""
-
     class RowGraphs(graph_runner):  # type: ignore[misc]
-        def __init__(self, model_runner: Any, **named: Any) -> None:
+        def __init__(self, model_runner: Any, **named: Any) -> None:  # captures graphs
             with rows_as_requests(model_runner):
                 super().__init__(model_runner, **named)
 
         def can_run_graph(self, forward_batch: Any) -> bool:
+            # A batch of one row per request is broadcast into a wider graph without an error, and gives wrong tokens.
             fits = len(forward_batch.input_ids) == forward_batch.batch_size * self.captured_req_width
             return fits and bool(super().can_run_graph(forward_batch))
 
     return RowGraphs
 
 
-def install_tiles() -> None:
-    """Register the backend with SGLang. Call it from a plugin."""
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-
-    allow_seeded_sampling(TILES)
-    ATTENTION_BACKENDS[TILES] = lambda runner: backend_class()(runner)
-
-
 def backend_class() -> type:
-    """Return a subclass of SGLang's backend, which imports CUDA's kernels."""
+    """Return SGLang's Triton backend, decoding by `kernels`. Imports CUDA's kernels."""
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
     from specactor.rollout.sglang import kernels
@@ -183,7 +158,6 @@ def backend_class() -> type:
             value_scale: float,
             **changes: Any,
         ) -> None:
-            """Attend as SGLang calls its own."""
             _check_scores(**changes)
             lists = (kv_indptr, kv_indices, self._sizes, parts, log_totals)
             kernels.tile_attention(q, keys, values, out, *lists, scale * key_scale, value_scale)
@@ -192,7 +166,7 @@ def backend_class() -> type:
 
 
 def _check(backend: Any, *, room: int) -> None:
-    """Raises EngineError for what `tiles` has not. Args: most tokens that it has `room` for."""
+    """Raise EngineError for what `tiles` has not."""
     refused = {
         "latent attention": backend.use_mla,
         "a sliding window": bool(backend.sliding_window_size),

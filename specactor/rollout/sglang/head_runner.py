@@ -1,25 +1,19 @@
-"""An EAGLE-3 head, or an MTP layer, on SGLang's model runner: a draft model that reads what the target computed.
+"""An EAGLE-3 head, or an MTP layer, on SGLang's model runner.
 
-The head reads pairs: a token of the text, and the target's hidden states, of a few layers (an MTP layer: the last
-ones, which its logits are made of), at the token before it. It
-answers with the token after the pair, and with hidden states of its own, which stand in for the target's where a draft
-goes on. The target writes its hidden states into memory at the slots of its keys (`TargetStates`), in every pass that
-it makes: in prefills, plain rounds and verifications. So what is true of keys is true of them: they belong to a prefix
-of tokens, come with the prefix cache of the device, follow an accepted path, and those of rejected tokens are
-overwritten. A cache that brings keys back from the host, to other slots, would not bring them: it is refused.
+It reads pairs of a token and the target's hidden states at the token before, which `TargetStates` keeps at the slots of
+the target's keys. Further on in a draft its own stand in for them.
 
 Invariants: those of `draft_runner`, and
-- a pair's key lies at the slot of its token, not of the token before: that slot may be shared with texts that go on
-  with another token. The first token has no pair, so the head's page table is the target's from its second column on;
-- a key that was computed from the head's own hidden states is never read in a later round.
+- a pair's key lies at its token's slot, since texts may share the slot before. The first token has no pair: the head's
+  page table is the target's from its second column on;
+- a key computed from the head's own hidden states is never read in a later round.
 
-Shape legend: R rows, B texts, V vocabulary, S slots, F features of a token: the hidden states of all layers read.
+Shape legend: R rows, B texts, V vocabulary, S slots, F features of a token.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -34,20 +28,15 @@ from specactor.cpu import sglang_ops
 from specactor.errors import EngineError
 from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner, is_mtp, num_features
 
-_KV_CACHE = "kv_cache"
-"""SGLang's name of the memory that is given back with the KV pool."""
-MTP_WEIGHTS = "model.mtp_layers."
-"""How the names of an MTP layer's weights begin in Hugging Face format."""
+_KV_CACHE = "kv_cache"  # SGLang's name of the memory that is given back with the KV pool
+MTP_WEIGHTS = "model.mtp_layers."  # how the names of an MTP layer's weights begin in Hugging Face format
 
 
 class TargetStates:
-    """Hidden states of the target by slot, of the layers that a head reads."""
+    """Hidden states of the target, by slot."""
 
     def __init__(self, target: Any, head: Any, *, num_slots: int) -> None:
-        """From now on `target` writes them. Call it before CUDA graphs are captured.
-
-        Args: SGLang's runners of the target and of the head.
-        """
+        """Have `target` write them. Call it before CUDA graphs are captured."""
         wanted = num_features(head.model_config)
         if not is_mtp(head.model_config):
             _capture(target.model, head.model_config.hf_config)
@@ -63,12 +52,11 @@ class TargetStates:
         return hidden
 
     def of(self, table_R: Tensor, positions_R: Tensor) -> Tensor:
-        """[R, F], at these positions of these rows of the page table."""
+        """Return [R, F] at these positions of page-table rows."""
         return self._states_SF[self._table[table_R, positions_R]]
 
 
 def _capture(model: Any, config: Any) -> None:
-    """Have the target put out hidden states of the layers that an EAGLE-3 head reads."""
     if not hasattr(model, "set_eagle3_layers_to_capture"):
         raise EngineError(
             f"rollout.speculation.draft_model: got an EAGLE-3 head, which SGLang's {type(model).__name__} gives no "
@@ -80,7 +68,7 @@ def _capture(model: Any, config: Any) -> None:
 
 
 def refuse_unfit(folder: Path, *, hierarchical_cache: bool) -> None:
-    """Raise EngineError for a head that SGLang would serve wrongly. Call it before a draft model is loaded."""
+    """Raise EngineError for a head that SGLang would serve wrongly."""
     config = json.loads((folder / "config.json").read_bytes())
     architectures = config.get("architectures") or ()
     if hierarchical_cache and "MiMoForCausalLM" in architectures:
@@ -117,10 +105,7 @@ def refuse_unfit(folder: Path, *, hierarchical_cache: bool) -> None:
 
 
 def prepare(target: Any, head: Any) -> TargetStates:
-    """Give the head what it shares with the target. Call it between the making of pools and of attention backends.
-
-    Args: SGLang's runners.
-    """
+    """Give the head what it shares with the target, before attention backends are made."""
     if (page := head.token_to_kv_pool.page_size) != 1:
         raise EngineError(
             f"rollout.speculation: got an EAGLE-3 head or MTP layer and pages of {page} tokens, expected 1: its keys "
@@ -142,19 +127,14 @@ def prepare(target: Any, head: Any) -> TargetStates:
         vars(head.model.model)["embed_tokens"] = target.model.model.embed_tokens
     if head.device == "cpu":  # few rows take other kernels, and a draft must not feel the others of its round
         joining = head.model.model.input_proj if is_mtp(head.model_config) else head.model.model.fc
-        joining.forward = functools.partial(_linear, joining)
+        joining.forward = lambda x: sglang_ops.linear(x, joining.weight, joining.bias)
     head.req_to_token_pool = copy.copy(target.req_to_token_pool)
     head.req_to_token_pool.req_to_token = target.req_to_token_pool.req_to_token[:, 1:]
     head.init_kv_index_translator()
     return TargetStates(target, head, num_slots=head.token_to_kv_pool.size + page)
 
 
-def _linear(layer: torch.nn.Linear, x: Tensor) -> Tensor:
-    return sglang_ops.linear(x, layer.weight, layer.bias)
-
-
 def _tensors(folder: Path) -> set[str]:
-    """Names of a folder's weights."""
     from safetensors import safe_open
 
     names = set[str]()
@@ -165,7 +145,7 @@ def _tensors(folder: Path) -> set[str]:
 
 
 class HeadRunner(DraftRunner):
-    """Drafts with a head. Its passes run without CUDA graphs."""
+    """Drafts with a head, without CUDA graphs."""
 
     first_token = 1
     keeps_drafts = False
@@ -175,11 +155,9 @@ class HeadRunner(DraftRunner):
         self._states = states
         self._own_BH: Tensor | None = None
         """Hidden states of the head at the last token of each text; None: it reads the target's."""
-        self._passed_RH: Tensor
-        """Those of the last pass."""
+        self._passed_RH: Tensor  # those of the last pass
         ids = getattr(runner.model, "hot_token_id", None)
-        self._token_ids = None if ids is None else ids.to(self._device)
-        """Of a reduced vocabulary."""
+        self._token_ids = None if ids is None else ids.to(self._device)  # of a reduced vocabulary
 
     def _catch_up(self, batch: DraftBatch) -> Tensor:
         self._own_BH, self._caught_up = None, list[Tensor]()
@@ -200,8 +178,7 @@ class HeadRunner(DraftRunner):
         return whole_BV
 
     def _batch(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor) -> Any:
-        """Pairs, which count from 0, by the positions of their tokens."""
-        return super()._batch(tokens_R, table_R, positions_R - 1)
+        return super()._batch(tokens_R, table_R, positions_R - 1)  # pairs count from 0
 
     def _forward(self, batch: Any) -> Tensor:
         if self._own_BH is None:
@@ -214,14 +191,13 @@ class HeadRunner(DraftRunner):
         return hidden
 
     def _computed(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """What logits are made of, and what the next pair reads; [R, H] each."""
+        """Return what logits are made of, and what the next pair reads."""
         hidden, [own] = super()._forward(batch)
         return hidden, own
 
 
 class MtpRunner(HeadRunner):
-    """Drafts with the target's MTP layer, again and again: the first time it reads the target's hidden states, then
-    its own."""
+    """Drafts with the target's MTP layer, again and again."""
 
     def _computed(self, batch: Any) -> tuple[Tensor, Tensor]:
         # SGLang's layer hides the token at position 0. Megatron, which trains it, does not; and rotary embedding tells
@@ -232,22 +208,19 @@ class MtpRunner(HeadRunner):
 
 
 class PolicyWithMtp(torch.nn.Module):
-    """The target and its MTP layer under one roof, for the policy's weights."""
+    """The target and its MTP layer as one module."""
 
     def __init__(self, target: torch.nn.Module, mtp: torch.nn.Module) -> None:
         super().__init__()
         self.target, self.mtp = target, mtp
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The target's under its own names."""
         yield from self.target.named_parameters()
         yield from self.mtp.named_parameters("mtp")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Each tensor is loaded before the next is taken."""
-
         def of_target() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
+            for name, tensor in weights:  # each is loaded before the next is taken
                 if name.startswith(MTP_WEIGHTS):
                     self.mtp.load_weights([(name, tensor)])  # type: ignore[operator]
                 else:

@@ -1,20 +1,9 @@
 """Triton kernels: attention that reads a request's keys once for up to eight of its rows, and sampling in one pass.
 
-**Attention.** Plain rounds and verifications run the same program: a tile always has `TILE` places, each with the query
-heads that share a key head, keys come in blocks of `BLOCK`, and `SPLIT` keys at a time make a part; a row's parts are
-combined in their order. Keys that a row does not see have weight 0, and change none of its sums. A row of float32 is
-multiplied in float32, not in TF32.
+Invariant: a row's bits depend neither on its place nor on other rows, where the GPU treats rows of a product alike. A
+tile always has `TILE` places; parts of `SPLIT` keys and chunks of the vocabulary are combined in one order.
 
-**Sampling.** SGLang's own path makes float64 noise of [rows, vocabulary] and three float32 tensors of that size; here
-both stay in registers. The hash is SGLang's, and so is the noise (`_noise`): MurmurHash3 of (seed, position, token), as
-in `cpu/sglang_ops`. What is added to it is logits / temperature, and not the float32 logarithm of a float32 softmax,
-which rounds once more: tokens differ from SGLang's path where two scores are nearer than that rounding, which is 1e-6.
-A row is cut into chunks of fixed size, which are combined in one order.
-
-So a row's bits depend neither on its place nor on other rows, provided that a kernel's program and a matrix product
-treat rows alike, as on GPUs; only one can show that.
-
-Shape legend: R rows, H query heads, N key heads, D head size, M queries of a tile (padded), S parts of a row's keys, V
+Shape legend: R rows, H query heads, N key heads, D head size, M queries of a tile, S parts of a row's keys, V
 vocabulary, C chunks of it.
 """
 
@@ -29,17 +18,12 @@ from torch import Tensor
 
 from specactor.cpu.sglang_ops import TILE, places
 
-SPLIT = 256
-"""Keys of a part: as many as SGLang's Triton backend has room for in its deterministic mode."""
-BLOCK = 64
-"""Keys that are loaded at once."""
+SPLIT = 256  # keys of a part: as many as SGLang's Triton backend has room for in its deterministic mode
+BLOCK = 64  # keys that are loaded at once
 
 
 def tile_sizes(readers_R: Tensor) -> Tensor:
-    """Return how many rows the tile has that begins at each row, and 0 where none begins. [R] int32.
-
-    The device is asked nothing. Args: readers_R: rows of the page table, see `places`.
-    """
+    """Return the size of the tile that begins at each row, or 0: [R] int32."""
     begins_R = places(readers_R) == 0
     tile_R = begins_R.cumsum(0) - 1
     size_T = torch.zeros_like(tile_R).scatter_add_(0, tile_R, torch.ones_like(tile_R))
@@ -102,7 +86,7 @@ def _attend_part(
         slot = tl.load(kv_indices + list_start + key, mask=key < longest, other=0).to(tl.int64)[:, None]
         k = tl.load(keys + slot * key_slot + kv_head * key_head + d[None, :], mask=there, other=0.0)
         v = tl.load(values + slot * value_slot + kv_head * value_head + d[None, :], mask=there, other=0.0)
-        score = tl.dot(q_MD, tl.trans(k), input_precision="ieee") * scale
+        score = tl.dot(q_MD, tl.trans(k), input_precision="ieee") * scale  # float32, not TF32
         score = tl.where(key[None, :] < length_M[:, None], score, -float("inf"))
         new_top_M = tl.maximum(top_M, tl.max(score, axis=1))
         shift_M = tl.where(new_top_M == -float("inf"), 0.0, new_top_M)  # a row that sees none of these keys
@@ -161,14 +145,14 @@ def tile_attention(
     scale: float,
     value_scale: float = 1.0,
 ) -> None:
-    """Attention of R rows over their own keys into `out`.
+    """Attend from R rows to their own keys, into `out`.
 
     Args:
         q, out: [R, H, D], in one piece.
-        keys, values: [slots, N, D], the pool.
-        kv_indptr: [R + 1]: where each row's keys begin in kv_indices, which holds slots.
+        keys, values: [slots, N, D].
+        kv_indptr: [R + 1]: where each row's slots begin in kv_indices.
         sizes: [R], from `tile_sizes`.
-        parts, log_totals: float32 [>= R, H, S, D] and [>= R, H, S], room for parts: S * SPLIT >= a row's keys.
+        parts, log_totals: float32 [>= R, H, S, D] and [>= R, H, S], S * SPLIT >= a row's keys.
     """
     rows, heads, dim = q.shape
     kv_heads, max_parts, block_d = keys.shape[1], parts.shape[2], max(16, triton.next_power_of_2(dim))
@@ -194,24 +178,20 @@ def tile_attention(
     )
 
 
-CHUNK = 2048
-"""Tokens of the vocabulary per program."""
+CHUNK = 2048  # tokens of the vocabulary per program
 
 
 class Drawn(NamedTuple):
-    """A token of every row, and what its log-probability is made of."""
+    """A token of every row, and the parts of its log-probability."""
 
-    tokens: Tensor
-    """[R] int64."""
-    tops: Tensor
-    """[R] float32: the largest of logits / temperature."""
-    log_totals: Tensor
-    """[R] float32: log-sum-exp of them, less `tops`."""
+    tokens: Tensor  # [R] int64
+    tops: Tensor  # [R] float32: the largest of logits / temperature
+    log_totals: Tensor  # [R] float32: log-sum-exp of them, less `tops`
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _absorb(state: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """A block of MurmurHash3 (32 bit)."""
+    # a block of MurmurHash3 (32 bit)
     k = block * 0xCC9E2D51
     k = ((k << 15) | (k >> 17)) * 0x1B873593
     state = state ^ k
@@ -220,7 +200,7 @@ def _absorb(state: tl.tensor, block: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _hash(seed: tl.tensor, position: tl.tensor, tokens: tl.tensor) -> tl.tensor:
-    """32 bits per token. Args: seed and position of a row, tokens: a block of them."""
+    # MurmurHash3 of (seed, position, token), as in `cpu/sglang_ops` and SGLang
     seed = seed.to(tl.uint64)
     state = _absorb(0, seed.to(tl.uint32))
     state = _absorb(state, (seed >> 32).to(tl.uint32))
@@ -233,7 +213,7 @@ def _hash(seed: tl.tensor, position: tl.tensor, tokens: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _noise(bits: tl.tensor) -> tl.tensor:
-    """Gumbel(0, 1) in float64."""
+    """Return Gumbel(0, 1) noise in float64."""
     log_u = tl.log(bits.to(tl.float64) / 4294967295.0)
     # No bits would be minus infinity, and all of them infinity: those are as their neighbour.
     log_u = tl.maximum(tl.minimum(log_u, -2.3283064365386963e-10), -1.7976931348623157e308)
@@ -297,14 +277,14 @@ def _combine_chunks(
 
 
 def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Drawn:
-    """Return a token of every row: argmax of logits / temperature + noise, or without noise.
+    """Return a token of every row: argmax of logits / temperature + noise, or without noise where `greedy`.
+
+    Tokens differ from SGLang's where two scores are nearer than 1e-6, the rounding of its float32 log-softmax.
 
     Args:
         logits: [R, V], whose tokens follow each other in memory.
-        temperatures: [R, 1] or [R], float32.
-        seeds: [R] int64.
-        positions: [R]: of the tokens before those that are drawn, as SGLang's sampler has them.
-        greedy: [R] bool.
+        temperatures: float32 [R, 1] or [R].
+        seeds, positions, greedy: [R]; positions are of the tokens before those drawn.
     """
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
@@ -320,6 +300,6 @@ def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor,
 
 
 def logprobs_of(tokens: Tensor, logits: Tensor, temperatures: Tensor, drawn: Drawn) -> Tensor:
-    """Return log_softmax(logits / temperature) of a token per row, which another rule may have chosen. [R] float32."""
+    """Return log_softmax(logits / temperature) of a given token per row, [R] float32."""
     x_R = logits.gather(1, tokens.long()[:, None])[:, 0].float() / temperatures.view(-1)
     return (x_R - drawn.tops) - drawn.log_totals

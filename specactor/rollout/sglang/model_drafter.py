@@ -1,18 +1,11 @@
-"""The drafter `model`: a small dense model or an EAGLE-3 head in the scheduler process of every engine rank, and its
-new weights. `model:2`, .. are further ones beside it, each with keys, values and views of requests of its own; `mtp` is
-the policy's MTP layer, whose weights come with the policy's.
+"""The drafter `model`: a dense model or an EAGLE-3 head on every engine rank. `model:2`, .. are further ones; `mtp` is
+the policy's MTP layer.
 
-Its keys and values lie in buffers of its own, at the slots that the scheduler gave to the target: position p of a
-request is slot `req_to_token[row, p]` in both. So nothing is allocated, moved or freed here.
-
-Invariants:
-- those of `draft_runner`;
-- a round writes at positions that are committed, or that the target's rows of the same round write too, so the
-  scheduler has reserved their slots;
-- ranks that are asked for the same drafts in the same order give the same ones: nothing else has an influence;
-- new weights reach the draft model's parameters alone: the policy's receiver cannot read these messages, and this one
-  cannot read the policy's. Every text is shown to them from its beginning, on every rank alike, also on one that did
-  not take them: ranks that differed in what the draft model has seen would run it on different tokens.
+Invariants: those of `draft_runner`, and
+- keys lie in buffers of its own, at slots that are committed or that the target writes in the same round;
+- ranks that are asked for the same drafts in the same order give the same ones. So after new weights every text is
+  shown from its beginning, also on a rank that did not take them;
+- new weights reach the draft model alone.
 """
 
 from __future__ import annotations
@@ -44,8 +37,7 @@ class ModelDrafter(Drafter):
         self._version = 0
 
     def attach(self, runner: Any, find: Callable[[str], Any], states: TargetStates | None = None) -> None:
-        """Args: SGLang's runner of the draft model; SGLang's request of an id; what it reads of the target, if it is an
-        EAGLE-3 head."""
+        """Args: runner: SGLang's. find: returns SGLang's request of an id."""
         self._runner = self.runner_type(runner) if states is None else self.head_runner_type(runner, states)
         self._find = find
 
@@ -54,7 +46,7 @@ class ModelDrafter(Drafter):
         return self._version
 
     def renewed(self, version: int) -> None:
-        """The model has new weights: texts are shown to it from their beginning."""
+        """Draft with new weights."""
         self._version = version
         self.policy_changed()
 
@@ -97,15 +89,13 @@ class MtpDrafter(ModelDrafter):
 
 
 def check_weights(rank: Any, payload: bytes) -> bytes:
-    """Whether the bytes are those of their source; changes nothing."""
+    """Answer whether the bytes are those of their source."""
     _model(rank)
     return _reply(draft_push.check(msgspec.msgpack.decode(payload, type=DraftWeights)))
 
 
 def load_weights(rank: Any, payload: bytes) -> bytes:
-    """Check, load, and draft with the new weights from the next round on; with the old ones where it answers a problem.
-    One rank alone may, and drafts are then of two versions until the next push: bad ones, which cost speed. A rank that
-    did not take them keeps the version that it had, so when they are brought again, that is news."""
+    """Check and load; answer a problem where the old weights stay."""
     weights = msgspec.msgpack.decode(payload, type=DraftWeights)
     model, speculator = _model(rank), rank.draft_worker.speculator
     problem = "it was not loaded"
@@ -113,6 +103,8 @@ def load_weights(rank: Any, payload: bytes) -> bytes:
         problem = draft_push.load(model, weights)
     finally:
         for drafter in speculator.drafters.values() if speculator is not None else ():
+            # A rank without them keeps its version, so that they are news when brought again. Until then drafts are of
+            # two versions, and bad, which costs speed alone.
             if isinstance(drafter, ModelDrafter) and drafter.name == "model":
                 drafter.renewed(drafter.version if problem else weights.draft_version)
     return _reply(problem)
@@ -123,8 +115,8 @@ def _reply(problem: str) -> bytes:
 
 
 def _model(rank: Any) -> torch.nn.Module:
-    """The first draft model: the only one that gets new weights."""
     worker = rank.draft_worker
+    # the first draft model is the only one that gets new weights
     runner = worker.draft_runners.get("model") if worker is not None else None
     if runner is None:
         raise EngineError(

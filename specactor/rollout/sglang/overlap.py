@@ -1,14 +1,10 @@
-"""The scheduler's loop of engines that speculate: a plain round is launched before the tokens of the one before are
-looked at, so that the device computes while the host streams, ends and schedules.
+"""The scheduler's loop of engines that speculate: a plain round is launched before the tokens of the last are looked
+at.
 
-What a plain round needs is known without them: its positions, slots and noise; the tokens that it reads are on the
-device (SGLang's `FutureMap`). All else waits for them (`goes_on`): rounds with drafts, and what a full pool would
-interrupt; so does every prefill, and every message but a new request. So whoever pushes weights, aborts, pauses or asks
-an engine finds it as if nothing was under way, and tokens are the same with overlap and without.
-
-One round at most is under way. A request that ends in it has a row in the next, which nobody looks at: the row writes
-to a slot that was its own when it was launched, and the device computes rounds in order. There is one stream: copies of
-tokens to the host are queued behind their round, and waited for by their event.
+Invariants:
+- at most one round is under way, and all but plain rounds and new requests wait for it: tokens are the same without
+  overlap;
+- a request that ends in it has a row in the next, which writes to a slot that was its own at launch.
 """
 
 from __future__ import annotations
@@ -16,35 +12,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from specactor.rollout.sglang.verify_worker import Worker
 VARIABLE = "SPECACTOR_OVERLAP"
 """Environment variable: 0 where no round is launched ahead (SGLang's argument disable_overlap_schedule)."""
 
 
-class PlainRounds(Protocol):
-    """Knows which rounds are plain (`verify_worker.Worker`)."""
-
-    overlaps: bool
-
-    def decodes_plainly(self) -> bool:
-        """Return whether the next round of decoding is a plain one."""
-
-    def end_plain_round(self, requests: int) -> None:
-        """The tokens of a plain round of so many requests are on the host."""
-
-    def was_interrupted(self) -> None:
-        """What comes next does not follow the round before at once."""
-
-
-def install(plain_rounds: Callable[[Any], PlainRounds | None]) -> None:
-    """Registers the hooks with SGLang's plugin registry; `plain_rounds` is of a scheduler, if its engine speculates.
-    Call it from a plugin."""
+def install(worker_of: Callable[[Any], Worker | None]) -> None:
+    """Register the hook. Args: worker_of: of a scheduler, if it speculates."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import DynamicGradMode
 
     def loop(original: Callable[[Any], None], scheduler: Any) -> None:
-        worker = plain_rounds(scheduler)
+        worker = worker_of(scheduler)
         if worker is None:
             original(scheduler)
             return
@@ -55,16 +37,14 @@ def install(plain_rounds: Callable[[Any], PlainRounds | None]) -> None:
 
 
 def interrupts(message: Any) -> bool:
-    """Return whether the scheduler must have looked at all tokens when it gets this message."""
+    """Return whether all tokens must have been looked at before this message."""
     from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 
     return not isinstance(message, TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput)
 
 
 class Loop:
-    """Runs a scheduler, with at most one round under way."""
-
-    def __init__(self, scheduler: Any, worker: PlainRounds) -> None:
+    def __init__(self, scheduler: Any, worker: Worker) -> None:
         self._scheduler = scheduler
         self._worker = worker
         self._under_way: deque[tuple[Any, Any]] = deque()
@@ -85,8 +65,7 @@ class Loop:
                 scheduler.last_batch = self.step()
 
     def take(self, messages: Sequence[Any]) -> None:
-        """What the scheduler was sent; all but new requests find no round under way."""
-        if any(map(interrupts, messages)):
+        if any(map(interrupts, messages)):  # who pushes weights, aborts or pauses finds no round under way
             self.finish()
             self._worker.was_interrupted()
         self._take(messages)
@@ -104,7 +83,7 @@ class Loop:
             scheduler.on_idle()
             return None
         if self._under_way:  # its requests are among those of the round that is under way
-            batch.input_ids = scheduler.future_map.output_tokens_buf[batch.req_pool_indices]
+            batch.input_ids = scheduler.future_map.output_tokens_buf[batch.req_pool_indices]  # on the device
         result = scheduler.run_batch(batch)
         if not (batch.forward_mode.is_decode() and batch.spec_algorithm.is_none()):
             scheduler.process_batch_result(batch, result)
@@ -118,7 +97,7 @@ class Loop:
         return batch
 
     def goes_on(self, batch: Any) -> bool:
-        """Return whether the round after this one, which is under way, can be launched without its tokens."""
+        """Return whether the next round can be launched without this one's tokens."""
         return bool(
             self._worker.overlaps
             and self._worker.decodes_plainly()
@@ -127,7 +106,7 @@ class Loop:
         )
 
     def finish(self) -> None:
-        """Wait for the round that is under way, if one is, and look at its tokens."""
+        """Look at the tokens of the round under way, if any."""
         if self._under_way:
             batch, result = self._under_way.popleft()
             result.copy_done.synchronize()

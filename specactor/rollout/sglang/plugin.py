@@ -1,7 +1,6 @@
-"""SpecActor's plugin for SGLang (entry point ``sglang.srt.plugins``): all that we add to its schedulers begins here.
+"""SpecActor's plugin for SGLang (entry point ``sglang.srt.plugins``).
 
-SGLang loads it in an engine's process and in each of its schedulers. It only logs a plugin that fails, so the engine's
-process asserts by a rank call that `register` ran in every scheduler.
+SGLang only logs a plugin that fails, so a rank call asserts that `register` ran.
 """
 
 from __future__ import annotations
@@ -25,11 +24,8 @@ from specactor.weights_sync.receiver import Receiver
 
 
 def register() -> None:
-    """Called once per process by SGLang."""
     if not torch.cuda.is_available():
         sglang_hooks.install()
-    else:
-        gpu.install_tiles()
     for part in (sampling, responses, routed_experts, gpu, draft_runner):
         part.install()
     register_mimo()

@@ -1,9 +1,4 @@
-"""Functions that run inside every rank of an engine, beside the model, and are called by name from the trainer.
-
-All contact with SGLang's scheduler that these need is in this file. SGLang runs a method of its `Scheduler` on all
-ranks, at a point between two steps, and reports only rank 0's error. So `_run` catches errors itself and every rank
-writes its answer to a file of its own in the folder of the call.
-"""
+"""Functions that the trainer calls by name in every rank of an engine, and all that they need of SGLang's scheduler."""
 
 from __future__ import annotations
 
@@ -21,8 +16,7 @@ from specactor.errors import EngineError
 from specactor.parallel.devices import trim_heap
 from specactor.rollout.sglang.head_runner import PolicyWithMtp
 
-METHOD = "specactor_call"
-"""Name under which SGLang finds `_run` on its scheduler."""
+METHOD = "specactor_call"  # name under which SGLang finds `_run` on its scheduler
 PAYLOAD_FILE = "payload"
 
 
@@ -34,7 +28,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankContext:
-    """This is what a rank call may use."""
+    """What a rank call may use."""
 
     def __init__(self, scheduler: Any) -> None:
         from sglang.srt.runtime_context import get_parallel
@@ -50,24 +44,24 @@ class RankContext:
         self.tool_call_parser: str | None = scheduler.server_args.tool_call_parser
 
     def flush_cache(self) -> None:
-        """`flushed`, or EngineError."""
+        """Do as `flushed`, or raise EngineError."""
         if not self.flushed():
             raise EngineError("flush_cache: requests are still running. Abort them or wait for them first.")
 
     def flushed(self) -> bool:
-        """Forget all keys and values; their memory stays. False, and nothing is forgotten, while requests run."""
+        """Forget all keys and values; return False, and forget nothing, while requests run."""
         trim_heap()
         # torch's giving memory back collects all garbage: 0.4 s
         return bool(self._scheduler.flush_cache(empty_cache=False))
 
     def begin_weight_update(self) -> None:
-        """Bring parameters into the layout in which checkpoints are loaded. All ranks must call it."""
+        """Bring parameters into the layout of checkpoints. All ranks must call it."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         self._check(self._scheduler.weight_updater.begin_weight_update(BeginWeightUpdateReqInput(selector="target")))
 
     def end_weight_update(self) -> None:
-        """Bring parameters back into the layout that computes. All ranks must call it."""
+        """Bring parameters back into the layout that computes."""
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         self._check(self._scheduler.weight_updater.end_weight_update(EndWeightUpdateReqInput()))
@@ -79,18 +73,16 @@ class RankContext:
 
 
 def _identify(context: RankContext, payload: bytes) -> bytes:
-    """Proof that the plugin is at work in this rank: echoes the payload with the rank."""
+    """Prove that the plugin is at work in this rank."""
     return msgspec.json.encode({"tp_rank": context.tp_rank, "tp_size": context.tp_size, "echo": payload.decode()})
 
 
 def _flush(context: RankContext, payload: bytes) -> bytes:
-    """Nothing where requests are running."""
     return b"flushed" if context.flushed() else b""
 
 
 def _parse_tools(context: RankContext, payload: bytes) -> bytes:
-    """What a response says beside its calls of tools, and these, by the parser that the engine was started with; what
-    it cannot read is text."""
+    """Split a response by the engine's parser; what it cannot read is text."""
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
@@ -110,7 +102,7 @@ RANK_CALLS: dict[str, RankFunction] = {"identify": _identify, "flush": _flush, "
 
 
 def find(name: str) -> RankFunction:
-    """The function of a registered name, or of a path ``specactor.module:function``. Raises EngineError."""
+    """Return the function of a registered name, or of a path ``specactor.module:function``."""
     if name in RANK_CALLS:
         return RANK_CALLS[name]
     module, _, function = name.partition(":")
@@ -128,7 +120,7 @@ def reply_file(folder: Path, tp_rank: int) -> Path:
 
 
 def read_replies(folder: Path, tp_size: int) -> list[bytes]:
-    """Every rank's answer. Raises EngineError that names each rank that failed and why."""
+    """Return every rank's answer. Raises EngineError that names the ranks that failed."""
     replies = []
     for rank in range(tp_size):
         file = reply_file(folder, rank)
@@ -142,7 +134,7 @@ def read_replies(folder: Path, tp_size: int) -> list[bytes]:
 
 
 def _run(scheduler: Any, name: str, folder: str) -> None:
-    """Body of the method on SGLang's scheduler."""
+    # SGLang runs it on all ranks between two steps, and reports rank 0's error alone: so every rank writes a file.
     context = RankContext(scheduler)
     try:
         payload = (Path(folder) / PAYLOAD_FILE).read_bytes()
@@ -155,7 +147,6 @@ def _run(scheduler: Any, name: str, folder: str) -> None:
 
 
 def install() -> None:
-    """Adds the method to SGLang's scheduler."""
     from sglang.srt.managers.scheduler import Scheduler
 
     setattr(Scheduler, METHOD, lambda self, name, folder: _run(self, name, folder))

@@ -1,21 +1,8 @@
-"""Where a response begins and ends for an engine: it ends at the token where plain decoding ends it.
+"""A response ends at the token where plain decoding ends it.
 
-A request may bring along the first tokens of its response, or earlier turns of its conversation. SGLang takes those as
-the end of the prompt, which is right for keys, positions and so for noise. Where it matters that they are emitted (a
-stop string across the seam; earlier turns: what drafters draft from) they are found by their number, which travels with
-the sampling parameters.
-
-SGLang looks for a stop string in the text of the last few tokens: as many as the string has, and one more. After a
-round that emits several tokens it looks at that many more, and at the string before the end of sequence. So it can find
-strings that plain decoding does not find (spelled with more tokens than usual), and miss an end before them. Here a
-round's tokens are looked at one after the other. A string may also begin in what the request brought along.
-
-A request that is asked to end (`Engine.abort_requests`) ends after its next round, and SGLang does not look whether a
-token of that round is its last anyway. Here it does: an aborted response has no token after its end, and can be gone on
-with.
-
-Engines start without a tokenizer, and read it when the first request with a stop string comes. It only turns tokens to
-text: what ends a sequence is still the model's own configuration.
+A request may bring along tokens of its response, or earlier turns. SGLang takes them for prompt; their number travels
+with the sampling parameters. A round's tokens are looked at one after the other: given several, SGLang finds stop
+strings elsewhere.
 """
 
 from __future__ import annotations
@@ -36,20 +23,14 @@ _NEEDED = "rollout.stop: needs a tokenizer in the model's folder."
 
 
 def install() -> None:
-    """Registers the hook with SGLang's plugin registry. Call it from a plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     target = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
     HookRegistry.register(target, finish, HookType.AROUND)
 
 
-def begun_tokens(request: RolloutRequest) -> list[int]:
-    """Return what there is of the response."""
-    return list(request.begun.token_ids) if request.begun else []
-
-
 def custom_params(request: RolloutRequest) -> dict[str, int] | None:
-    """SGLang's ``custom_params`` of the request, which reach the scheduler as they are."""
+    """Return SGLang's ``custom_params``, which reach the scheduler as they are."""
     counts = {_NUMBER: num_begun(request), _EARLIER: request.num_earlier}
     params = {name: count for name, count in counts.items() if count}
     return params | ({} if request.is_drafted else {_UNDRAFTED: 1}) or None
@@ -61,12 +42,12 @@ def is_drafted(req: Any) -> bool:
 
 
 def begun_of(req: Any) -> array[int]:
-    """Return what SGLang's request `req` brought along of its response."""
+    """Return what SGLang's request brought along of its response."""
     return _last(req, _NUMBER)
 
 
 def conversation_of(req: Any) -> array[int]:
-    """Return what it brought along of its conversation: earlier turns, and of the response what there is."""
+    """Return earlier turns, and what the request brought along of its response."""
     return _last(req, _EARLIER, _NUMBER)
 
 
@@ -76,7 +57,7 @@ def _last(req: Any, *numbers: str) -> array[int]:
 
 
 class Text:
-    """The part of a tokenizer that SGLang needs to look for stop strings."""
+    """What SGLang needs of a tokenizer to find stop strings."""
 
     eos_token_id = None
     additional_stop_token_ids = None
@@ -100,28 +81,27 @@ class Text:
 
 
 @functools.lru_cache(maxsize=1)
-def _text() -> Text:
+def _text() -> Text:  # read when the first request with a stop string comes
     from sglang.srt.runtime_context import get_model, get_serving
 
     return Text(get_serving().tokenizer_path or get_model().model_path)
 
 
 def finish(original: Callable[..., None], req: Any, new_tokens: int = 1) -> None:
-    """Whether and where the request ends, now that the last `new_tokens` of its output are there."""
+    """Find where the request ends, now that its last `new_tokens` are there."""
     asked = req.to_finish
-    wanted = asked is not None and getattr(asked, "status_code", None) is None  # and not an error
-    if not wanted or new_tokens < 1:
-        finish_token_by_token(original, req, new_tokens)
-        return
-    req.to_finish = None
+    # SGLang would not look whether a token of an aborted request's last round ends it. A response that can be gone on
+    # with has no token after its end.
+    waits = asked is not None and getattr(asked, "status_code", None) is None and new_tokens > 0  # and not an error
+    if waits:
+        req.to_finish = None
     finish_token_by_token(original, req, new_tokens)
-    if not req.finished():
+    if waits and not req.finished():
         req.to_finish = asked
         original(req, new_tokens)
 
 
 def finish_token_by_token(original: Callable[..., None], req: Any, new_tokens: int = 1) -> None:
-    """`finish`, for requests that go on."""
     if not req.sampling_params.stop_strs:
         original(req, new_tokens)
         return
@@ -129,7 +109,7 @@ def finish_token_by_token(original: Callable[..., None], req: Any, new_tokens: i
         req.tokenizer = _text()
     if req.finished():
         return
-    emitted, before = req.output_ids, begun_of(req)
+    emitted, before = req.output_ids, begun_of(req)  # a stop string may begin in what was brought along
     req.sampling_params.max_new_tokens += len(before)
     try:
         for length in range(len(emitted) - new_tokens + 1, len(emitted) + 1):

@@ -1,9 +1,7 @@
 """Which experts computed each token of a prompt and its response, for routing replay.
 
-SGLang notes the experts of every row that it computes beside the row's slot of the KV pool, and reads the slots of a
-request when it ends. A verification round writes each row at a slot of its own, and the request keeps the slots of the
-accepted rows: so what is read is of accepted rows alone. The row that produced the first token is the prompt's last;
-rows of a prompt that was in the prefix cache are those of the pass that computed it.
+SGLang notes them by slot of the KV pool, and a request keeps the slots of accepted rows. A cached prefix has those of
+the pass that computed it.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from specactor.errors import EngineError
 
 
 def install() -> None:
-    """Registers the hook with SGLang's plugin registry. Call it from a plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     target = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.__init__"
@@ -26,20 +23,18 @@ def install() -> None:
 
 
 def _make_room(original: Callable[..., None], capturer: Any, *arguments: Any, **named: Any) -> None:
-    """SGLang reserves one row per running request, or per token of a prefill; a round of drafts can have more."""
     from sglang.srt.runtime_context import get_spec
 
+    # SGLang reserves one row per running request, or per token of a prefill; a round of drafts can have more.
     rows = get_spec().speculative_num_draft_tokens or 1
     original(capturer, *arguments, **named | {"max_running_requests": rows * named["max_running_requests"]})
 
 
 def of_response(meta_info: dict[str, Any], *, num_tokens: int, start: int, goes_on: bool) -> bytes:
-    """int16 [rows, layers, experts per token]; empty when none were asked for, or there are no tokens.
+    """Return int16 [rows, layers, experts per token] of all tokens but the last; of a response that `goes_on`, of those
+    that produced its `num_tokens` new tokens.
 
-    Rows are of all tokens of prompt and response but the last; of a response that `goes_on` those that produced its
-    `num_tokens` new tokens, since the earlier rows were told with its beginning.
-
-    `start`: position in prompt and response of the first row in `meta_info`. Raises EngineError when rows are missing.
+    Raises EngineError when rows are missing. Args: start: position of the first row in `meta_info`.
     """
     encoded = meta_info.get("routed_experts")
     if encoded is None or num_tokens == 0:

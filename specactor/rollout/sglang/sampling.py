@@ -1,12 +1,7 @@
 """A request's token does not depend on how its batch mates are sampled.
 
-SGLang samples a whole batch with one routine. If any request of the batch has top-p or top-k, the noise of all is keyed
-by the rank of a token among the sorted probabilities and no longer by its id, so a request without either
-gets other tokens in such company than alone. Here each kind of request is sampled by the routine that it has when all
-of the batch are of its kind, which is what SGLang does with a batch of one.
-
-On a GPU rows are drawn by one kernel (`kernels.draw`), in plain rounds and verifications; SGLang's routine serves
-those with top-p or top-k alone, and the kernel gives their log-probabilities, too.
+Any top-p or top-k in a batch makes SGLang key the noise of all by rank instead of id. Here each kind of row is sampled
+as in a batch of its kind.
 
 Shape legend: R rows, V vocabulary.
 """
@@ -34,7 +29,6 @@ _KINDS = "specactor_kinds"
 
 
 def install() -> None:
-    """Registers the hooks with SGLang's plugin registry. Call it from a plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.layers.sampler.Sampler._sample_from_probs", sample_by_kind, HookType.AROUND)
@@ -44,7 +38,7 @@ def install() -> None:
 def sample_by_kind(
     original: Sample, sampler: Any, probs: Tensor, info: Any, positions: Tensor, simple: bool
 ) -> tuple[Tensor, Any]:
-    """(token ids [R] of int32, what SGLang captures of its sampling masks). Args: probs [R, V], positions [R]."""
+    """Return token ids [R] int32, and SGLang's sampling masks. Args: probs [R, V], positions [R]."""
     if info.sampling_seed is None or info.sampling_mask_batch_indices is not None:
         return original(sampler, probs, info, positions, simple)
     kinds: list[Kind] = ["simple"] * len(probs) if simple else kinds_of(info)
@@ -71,8 +65,7 @@ def sample_in_one_pass(
     positions: Tensor,
     **named: Any,
 ) -> Tensor:
-    """SGLang's `Sampler.forward` where there is a GPU. What nobody asks of these engines goes the old way: masks of
-    what could be sampled, log-probabilities of other tokens. Returns [R] int32."""
+    """Replace SGLang's `Sampler.forward` on a GPU, unless masks or log-probabilities of other tokens are asked for."""
     logits_RV = output.next_token_logits
     asked_more = info.sampling_mask_batch_indices is not None or any(of is not None for of in named.values())
     if return_logprob:
@@ -102,20 +95,16 @@ def sample_in_one_pass(
 
 
 def serves(logits: Tensor) -> bool:
-    """Return whether the kernel draws of these logits."""
     return logits.is_cuda
 
 
 class _Known(NamedTuple):
-    """This is what was read from the device."""
-
     kinds: list[Kind]
-    top_ps: Tensor
-    """It was read of these, too."""
+    top_ps: Tensor  # it was read of these, too
 
 
 def kinds_of(info: Any) -> list[Kind]:
-    """Return how each row is sampled. The device is asked once per change of the batch: then it has other tensors."""
+    """Return how each row is sampled, asking the device once per change of the batch."""
     known: _Known | None = getattr(info.top_ks, _KINDS, None)
     if known is None or known.top_ps is not info.top_ps:
         greedy_R, simple_R = torch.stack([info.top_ks <= 1, _unfiltered(info)]).tolist()
@@ -124,7 +113,7 @@ def kinds_of(info: Any) -> list[Kind]:
 
 
 def know_kinds(info: Any, kinds: list[Kind]) -> list[Kind]:
-    """Spare the device the question of `kinds_of`. SGLang copies `info` for every round, and not its tensors."""
+    """Spare the device the question: SGLang copies `info` for every round, not its tensors."""
     setattr(info.top_ks, _KINDS, _Known(kinds, info.top_ps))
     return kinds
 

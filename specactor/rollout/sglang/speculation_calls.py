@@ -1,4 +1,4 @@
-"""Rank calls about speculation: what an engine rank should do from now on, and what it has done."""
+"""Rank calls about speculation."""
 
 from __future__ import annotations
 
@@ -15,44 +15,37 @@ from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.sglang import overlap
 from specactor.rollout.sglang.engine_protocol import EngineSpec
 from specactor.rollout.speculation.costs import OnlineCosts, Point
-from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter
 from specactor.rollout.speculation.registry import make_drafters
 from specactor.rollout.speculation.speculator import Speculator
 
 CONFIGURE = f"{__name__}:configure"
-"""Rank call: from the next round on, speculate like this. Payload: a `SpeculationConfig` as JSON. For `specactor
-profile`, tests and benchmarks; what a run's setting says comes by `SPECULATION`."""
+"""Rank call: speculate like this `SpeculationConfig` (JSON) from the next round on. For `specactor profile`, tests and
+benchmarks; a run's setting comes by `SPECULATION`."""
 REPORT = f"{__name__}:report"
-"""Rank call: `Report` since the last one, of rank 0. No payload."""
+"""Rank call: `Counts` per drafter since the last one, of rank 0."""
 FIGURES = f"{__name__}:figures"
-"""Rank call: what drafters count themselves, since the last one, of rank 0: `Figures`. No payload."""
+"""Rank call: what drafters count themselves, since the last one, of rank 0: `Figures`."""
 TRACE = f"{__name__}:trace"
 """Rank call: the spans recorded since the last one, of rank 0, as MessagePack. Payload: "on" or "off", from now on."""
 ROUNDS = f"{__name__}:rounds"
-"""Rank call: `Rounds` since `CONFIGURE`, of rank 0. No payload."""
+"""Rank call: `Rounds` since `CONFIGURE`, of rank 0."""
 SPECULATION = "SPECACTOR_SPECULATION"
 """Environment variable by which an engine's processes get the configuration that they start with."""
 DRAFTERS = "SPECACTOR_DRAFTERS"
 """Environment variable by which they know where drafter processes are: a `DrafterAccess` as JSON."""
 
-Report = dict[str, Counts]
-"""Counts per drafter."""
-
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of rounds, the latest of them if there were many."""
 
-    plain: list[Point]
-    """On the engine's plain path."""
-    verifies: list[Point]
-    """All others, also those that had no drafts."""
-    drafts: dict[str, list[Point]]
-    """Per drafter."""
+    plain: list[Point]  # on the engine's plain path
+    verifies: list[Point]  # all others, also those that had no drafts
+    drafts: dict[str, list[Point]]  # per drafter
 
 
 def start_environment(spec: EngineSpec) -> dict[str, str]:
-    """Return the environment of the processes of an engine that starts."""
+    """Return the environment of an engine's processes."""
     extra = {name.replace("-", "_"): value for name, value in spec.config.extra_args.items()}
     return {
         SPECULATION: msgspec.json.encode(spec.speculation).decode(),
@@ -63,7 +56,6 @@ def start_environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def starting() -> SpeculationConfig:
-    """Return the configuration of a worker that starts."""
     text = os.environ.get(SPECULATION)
     return msgspec.json.decode(text, type=SpeculationConfig) if text else SpeculationConfig()
 
@@ -75,7 +67,7 @@ def make_speculator(config: SpeculationConfig) -> Speculator | None:
 
 
 def _connect(config: SpeculationConfig, name: str) -> Drafter:
-    """The drafter processes of one draft model, as a drafter. One rank of an engine is connected with them."""
+    """Connect one rank of an engine with drafter processes."""
     from sglang.srt.runtime_context import get_parallel
 
     from specactor.rollout.decoupled.remote_drafter import connect
@@ -93,7 +85,7 @@ def _connect(config: SpeculationConfig, name: str) -> Drafter:
 
 
 def configure(rank: Any, payload: bytes) -> bytes:
-    """Answer `CONFIGURE`. Requests that are running are drafted for as if they had just begun."""
+    """Answer `CONFIGURE`. Running requests are drafted for as if they had just begun."""
     worker = _worker(rank)
     config = msgspec.json.decode(payload, type=SpeculationConfig)
     if config.max_window > worker.max_window:
@@ -106,24 +98,20 @@ def configure(rank: Any, payload: bytes) -> bytes:
 
 
 def report(rank: Any, payload: bytes) -> bytes:
-    """Answer `REPORT`."""
     speculator = _worker(rank).speculator
     return msgspec.json.encode(speculator.report() if speculator is not None else {})
 
 
 def figures(rank: Any, payload: bytes) -> bytes:
-    """Answer `FIGURES`."""
     speculator = _worker(rank).speculator
     return msgspec.json.encode(speculator.drafter_set.figures() if speculator is not None else {})
 
 
 def trace(rank: Any, payload: bytes) -> bytes:
-    """Answer `TRACE`."""
     return msgspec.msgpack.encode(_worker(rank).rounds.take(on=payload == b"on"))
 
 
 def rounds(rank: Any, payload: bytes) -> bytes:
-    """Answer `ROUNDS`."""
     speculator = _worker(rank).speculator
     costs = speculator.costs if speculator is not None else OnlineCosts()
     return msgspec.json.encode(

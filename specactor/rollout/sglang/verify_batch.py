@@ -1,16 +1,10 @@
-"""A round as a batch of SGLang's: with drafts, one row per token, each with its own length; or a plain one.
+"""A round as a batch of SGLang's: with drafts one row per token, which reads its request's committed tokens and its own
+path; or a plain one.
 
-A row reads the keys of its request's committed tokens and of its own path, so the kernels that decode one token at a
-time verify a tree, with the same bits, whatever windows the batch mixes.
+Invariant: both leave the same state. A request's length counts the tokens whose keys are in the pool, and its slots
+reach at least that far; before a plain round just that far.
 
-SGLang asks a batch for its speculative algorithm wherever plain and speculative rounds differ: when slots are taken
-for the round, in the forward pass, and when tokens are handed out. A batch that has none for a round is decoded as in
-an engine without speculation, at the same cost.
-
-Invariants: between two rounds both kinds leave the same state: the length of a request counts the tokens whose keys are
-in the pool, and its slots reach at least that far. Before a plain round they reach just that far, so no slot is lost.
-
-Shape legend: B requests, R rows of all requests, M rows that read through a borrowed row of the page table.
+Shape legend: B requests, R rows of all requests, M rows that read through a borrowed page-table row.
 """
 
 from __future__ import annotations
@@ -35,13 +29,11 @@ _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """It says where the rows of each request begin, and what they hold."""
+    """Where the rows of each request begin, and what they hold."""
 
     trees: Sequence[DraftTree]
-    starts: list[int]
-    """First row of each request; one more entry at the end: R."""
-    owners: NDArray[np.int64]
-    """[R]: the number of each row's request."""
+    starts: list[int]  # first row of each request; one more entry at the end: R
+    owners: NDArray[np.int64]  # [R]: the number of each row's request
 
     @classmethod
     def of(cls, trees: Sequence[DraftTree]) -> Rows:
@@ -54,12 +46,11 @@ class Rows:
 
     @property
     def drafted(self) -> bool:
-        """Return whether any request has a draft token. If not, rows are requests, and all the arranging can be
-        spared."""
+        """Return whether any request has a draft token."""
         return self.total > len(self.trees)
 
     def plan(self, last_tokens: Sequence[int]) -> NDArray[np.int64]:
-        """[4, R]: of each row its token, its request, its place among the request's rows, and how deep it lies."""
+        """Return [4, R]: each row's token, request, place among the request's rows, and depth."""
         starts_B = np.array(self.starts[:-1])
         place_R = np.arange(self.total) - starts_B[self.owners]
         tokens_R = np.empty(self.total, dtype=np.int64)
@@ -73,18 +64,18 @@ class Rows:
 
 
 def num_cached(req: Any) -> int:
-    """Return how many tokens of a request have keys in the pool: all committed ones but the last."""
+    """Return how many tokens have keys in the pool: all committed ones but the last."""
     return len(req.origin_input_ids) + len(req.output_ids) - 1
 
 
 def spread(batch: Any, rows: Rows, *, req_to_token: Tensor) -> None:
     """Turn a decode batch of B requests into one of R rows, in place; the device is asked nothing.
 
-    `batch.seq_lens` counts the tokens whose keys are in the pool (`num_cached`); the one after them is the root.
+    `batch.seq_lens` counts the tokens whose keys are in the pool.
     """
     reqs = batch.reqs
     plan_4R = rows.plan([req.output_ids[-1] for req in reqs])
-    cached_B = np.array([len(req.origin_input_ids) + len(req.output_ids) - 1 for req in reqs])
+    cached_B = np.array([num_cached(req) for req in reqs])
     plan = on_device(plan_4R, batch.seq_lens.device)  # in one copy
     batch.input_ids, owner_R, place_R, depth_R = plan.unbind(0)
     if rows.drafted:
@@ -105,7 +96,6 @@ def spread(batch: Any, rows: Rows, *, req_to_token: Tensor) -> None:
 
 
 def _spread_sampling(info: Any, owner: Sequence[int], owner_R: Tensor) -> Any:
-    """The requests' sampling parameters, once per row."""
     kinds = kinds_of(info)
     spread_info = copy.copy(info)
     for name in _PER_REQUEST:
@@ -117,10 +107,10 @@ def _spread_sampling(info: Any, owner: Sequence[int], owner_R: Tensor) -> Any:
 
 
 class Branches:
-    """Page-table rows for the branches of trees, borrowed for one round from requests that are not there.
+    """Page-table rows for the branches of trees, borrowed for one round.
 
-    Row r of a request writes to its (r + 1)-th free slot. A row whose ancestors are not the rows before it, and so not
-    in the slots before, reads through a borrowed page-table row: the request's committed slots, then those of its path.
+    Row r of a request writes to its (r + 1)-th free slot. A row whose ancestors are not in the slots before reads
+    through a borrowed row: committed slots, then its path's.
     """
 
     def __init__(self, pool: Any, *, page_size: int) -> None:
@@ -129,7 +119,7 @@ class Branches:
         self._borrowed: list[int] = []
 
     def room(self) -> int:
-        """Branches that can be had: none with pages of several slots, which a path cannot pick from."""
+        """Return how many branches can be had: none with pages of several slots."""
         return len(self._pool.free_slots) if self._page_size == 1 else 0
 
     def place(self, batch: Any, rows: Rows) -> None:
@@ -157,7 +147,7 @@ class Branches:
         batch.req_pool_indices[reader_M] = borrowed_M
 
     def keep(self, req: Any, base: int, tree: DraftTree, path: Sequence[int]) -> None:
-        """Bring the slots of an accepted path, rows in order, to where the request's next tokens are looked for."""
+        """Bring an accepted path's slots to where the next tokens are looked for."""
         if path[-1] == len(path) - 1:  # rows 0, 1, ..: they are there already
             return
         table, home = self._pool.req_to_token, req.kv.req_pool_idx
@@ -177,8 +167,7 @@ class Branches:
 
 
 def install_plain_rounds(decode_plainly: Callable[[Any], bool]) -> None:
-    """Registers the hook with SGLang's plugin registry; `decode_plainly` is asked, with the scheduler, before every
-    round of decoding. Call it from a plugin."""
+    """Register the hook. Args: decode_plainly: asked, with the scheduler, before every round of decoding."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -196,23 +185,24 @@ def install_plain_rounds(decode_plainly: Callable[[Any], bool]) -> None:
 
 
 def begin_plain_round(batch: Any, none: Any) -> None:
-    """The next round of this batch is a plain one. `none`: SGLang's name for no speculative algorithm."""
+    """Make this batch's next round a plain one. Args: none: SGLang's `SpeculativeAlgorithm.NONE`."""
     if batch.spec_algorithm.is_none():
         return
-    batch.spec_algorithm = none
+    batch.spec_algorithm = none  # SGLang asks it wherever plain and speculative rounds differ
     batch.spec_info = None
     batch.orig_seq_lens = batch.seq_lens.to(batch.orig_seq_lens.dtype)
     _give_back_reserves(batch.reqs, batch.tree_cache)
 
 
 def last_tokens(batch: Any) -> Tensor:
-    """int64 [requests]: what the round reads. SGLang carries it over from plain rounds to plain rounds alone."""
+    """Return what the round reads, int64 [requests]."""
+    # SGLang carries it over from plain rounds to plain rounds alone.
     tokens = [req.output_ids[-1] for req in batch.reqs]
     return on_device(tokens, batch.seq_lens.device)
 
 
 def _give_back_reserves(reqs: Iterable[Any], tree_cache: Any) -> None:
-    """Slots beyond what is committed, which speculative rounds reserve."""
+    """Give back the slots that speculative rounds reserve."""
     allocator = tree_cache.token_to_kv_pool_allocator
     page = allocator.page_size
     allocator.free_group_begin()

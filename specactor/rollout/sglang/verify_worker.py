@@ -1,13 +1,11 @@
-"""The speculative algorithm SPECACTOR of an SGLang engine, registered by the plugin.
+"""The speculative algorithm SPECACTOR of an SGLang engine.
 
-A decode round: ask the `Speculator` for drafts, verify all requests' rows in one forward pass of the target, in which
-SGLang's own sampler draws every row's token with the noise of (request seed, position), and keep what equals it. So the
-tokens and log-probabilities are those that SGLang's plain decoding of the same requests gives. Rounds that are known to
-have no drafts before they begin take SGLang's own path (`verify_batch`).
+A round verifies all requests' drafts in one forward pass, in which SGLang's own sampler draws every row's token with
+the noise of (request seed, position), and keeps what equals it. So tokens and log-probabilities are those of plain
+decoding.
 
-Under tensor parallelism rank 0 decides what is drafted, and the others follow what it says. Text drafters draft on rank
-0 alone; a draft model runs on all ranks together, and rank 0's tokens are verified. How many plain rounds follow
-comes with the drafts, so that those need no agreement.
+Rank 0 decides what is drafted and how many plain rounds follow. A draft model runs on all ranks, and rank 0's tokens
+are verified.
 """
 
 from __future__ import annotations
@@ -50,12 +48,11 @@ from specactor.rollout.speculation.verification import NOTHING, DraftTree, accep
 from specactor.trace import RoundTrace
 
 NAME = "SPECACTOR"
-_ROOT = [0]
-"""The rows that are kept of a request without drafts."""
+_ROOT = [0]  # the rows that are kept of a request without drafts
 
 
 class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
-    """What SGLang asks of a speculative algorithm, beyond what it asks by default."""
+    """What SGLang asks of a speculative algorithm."""
 
     create_future_map = SpeculativeAlgorithm.create_future_map
 
@@ -79,7 +76,7 @@ class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
 
 
 class _Carried(SpecInput):  # type: ignore[misc]
-    """What SGLang carries with a batch from round to round: nothing, since requests hold all state."""
+    """What SGLang carries between rounds: nothing, since requests hold all state."""
 
     def __init__(self) -> None:
         super().__init__(SpecInputType.NGRAM_VERIFY)
@@ -97,9 +94,13 @@ class _Running:
 
     req: Any
     sequence: DraftSequence
-    num_begun: int
-    """Tokens that the request brought along of its response."""
+    num_begun: int  # tokens that the request brought along of its conversation
     may_draft: bool  # whether drafts can be verified for it
+
+    def follow(self) -> None:
+        """Bring the drafters' view up to date."""
+        output_ids = self.sequence.output_ids
+        output_ids.extend(self.req.output_ids[len(output_ids) - self.num_begun :])
 
 
 class Worker(BaseSpecWorker):  # type: ignore[misc]
@@ -110,8 +111,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._target_worker = target_worker
-        self._draft_workers: dict[str, Any] = {}
-        """SGLang's workers of draft models, by drafter."""
+        self._draft_workers: dict[str, Any] = {}  # SGLang's workers of draft models, by drafter
         for name, folder in draft_models.items():
             head_runner.refuse_unfit(Path(folder), hierarchical_cache=get_memory().enable_hierarchical_cache)
             self._draft_workers[name] = draft_runner.load(
@@ -119,20 +119,18 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             )
         # The first: what SGLang's base class does of itself. It is also what its figures and host caches are of.
         self._draft_worker = next(iter(self._draft_workers.values()), None)
+        self._further = [*self._draft_workers.values()][1:]
         self._target_states: dict[str, head_runner.TargetStates] = {}
         """What an EAGLE-3 head or MTP layer reads, by drafter, once there are pools."""
         self._max_rows = int(get_spec().speculative_num_draft_tokens)
         self._vocab_size = int(target_worker.model_runner.model_config.vocab_size)
-        self._ended: float | None = None
-        """When the round before ended, if this batch follows it at once."""
+        self._ended: float | None = None  # when the round before ended, if this batch follows it at once
         self._running: dict[str, _Running] = {}
-        self._plain_left = 0
-        """Rounds from now on that are plain; the same on all ranks."""
+        self._plain_left = 0  # rounds from now on that are plain; the same on all ranks
         # On a CPU a round is over when it was launched, and there is nothing to hide.
         self.overlaps = os.environ.get(overlap.VARIABLE) != "0" and server_args.device != "cpu"
         self.rounds = RoundTrace()
-        self.speculator: Speculator | None = None
-        """None: plain decoding."""
+        self.speculator: Speculator | None = None  # None: plain decoding
 
     @property
     def max_window(self) -> int:
@@ -184,22 +182,17 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     @property
     def draft_runners(self) -> dict[str, Any]:
-        """SGLang's runners of draft models, by drafter."""
+        """Return SGLang's runners of draft models, by drafter."""
         return {name: worker.model_runner for name, worker in self._draft_workers.items()}
-
-    @property
-    def _further(self) -> list[Any]:
-        return [*self._draft_workers.values()][1:]
 
     def _draft_model_runners(self) -> tuple[Any, ...]:
         return tuple(self.draft_runners.values())
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
-        """Whose weights SGLang may update: the draft model is not the policy, and never gets the policy's."""
-        return []
+        return []  # the draft model is not the policy, and never gets the policy's weights
 
     def clear_cache_pool(self) -> None:
-        """SGLang drops all keys and values: the weights may be others from now on."""
+        """Forget all requests: the weights may be others from now on."""
         for rid in list(self._running):
             self._close(rid)
         self._plain_left = 0
@@ -211,17 +204,16 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             self._close(rid)
 
     def prepare_for_kv_cache_release(self, req: Any) -> None:
-        """SGLang keeps the keys of a request that has ended; those of a round that is under way are not among them."""
+        # SGLang keeps the keys of a request that has ended; those of a round that is under way are not among them.
         req.kv.kv_committed_len = min(req.kv.kv_committed_len, num_cached(req))
 
     def decodes_plainly(self) -> bool:
-        """Whether the next round of decoding is a plain one."""
         return self.speculator is None or self._plain_left > 0
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Any = None, pp_proxy_tensors: Any = None
     ) -> GenerationBatchResult:
-        """One batch of the scheduler; it undoes what is changed in `batch`."""
+        """Run one batch of the scheduler, which undoes what is changed in `batch`."""
         if not batch.forward_mode.is_decode():
             return self._prefill(batch, pp_proxy_tensors)
         if batch.spec_algorithm.is_none():
@@ -261,13 +253,12 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return emitted
 
     def _accepted(self, reqs: Sequence[Any], rows: Rows, samples: Sequence[int]) -> list[list[int]]:
-        """Per request the rows that are kept; their slots are brought to where its next tokens look for them."""
+        """Return the kept rows per request; their slots are brought to where they belong."""
         paths: list[list[int]] = [_ROOT] * len(reqs)
         for i, tree in enumerate(rows.trees):
             if tree.tokens:
-                paths[i] = path = accepted_path(tree, samples[rows.starts[i] : rows.starts[i + 1]])
-                if path[-1] >= len(path):  # not rows 0, 1, ..
-                    self._branches.keep(reqs[i], num_cached(reqs[i]), tree, path)
+                paths[i] = accepted_path(tree, samples[rows.starts[i] : rows.starts[i + 1]])
+                self._branches.keep(reqs[i], num_cached(reqs[i]), tree, paths[i])
         return paths
 
     def _plain_round(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
@@ -279,12 +270,12 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
 
     def was_interrupted(self) -> None:
-        """What comes next does not follow the round before at once."""
+        """The next round does not follow at once."""
         self._ended = None
 
     def end_plain_round(self, requests: int) -> None:
-        """The tokens of a plain round of so many requests are on the host; the next may have been launched."""
-        assert self._ended is not None
+        """The tokens of a plain round are on the host."""
+        assert self._ended is not None  # the next round may have been launched
         began, self._ended = self._ended, time.perf_counter()
         self.rounds.plain(began, self._ended)
         if self.speculator is not None and get_parallel().tp_rank == 0:
@@ -301,12 +292,11 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return result
 
     def _follow(self, reqs: Sequence[Any]) -> list[_Running]:
-        """Bring the drafters' view of the requests that run up to date with what was committed since the last round."""
+        """Bring the drafters' view of the running requests up to date."""
         self._attend(reqs)
         running = [self._running[req.rid] for req in reqs]
         for request in running:
-            output_ids = request.sequence.output_ids
-            output_ids.extend(request.req.output_ids[len(output_ids) - request.num_begun :])
+            request.follow()
         return running
 
     def _attend(self, reqs: Sequence[Any]) -> None:
@@ -339,12 +329,11 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
     def _close(self, rid: str) -> None:
         assert self.speculator is not None
         running = self._running.pop(rid)
-        output_ids = running.sequence.output_ids
-        output_ids.extend(running.req.output_ids[len(output_ids) - running.num_begun :])
+        running.follow()
         self.speculator.close(running.sequence)
 
     def _drafts(self, reqs: Sequence[Any], running: Sequence[_Running]) -> list[DraftTree]:
-        """What to verify for each request; the same on all ranks."""
+        """Return what to verify for each request, the same on all ranks."""
         assert self.speculator is not None
         sequences = [r.sequence for r in running]
         trees: list[DraftTree] = []
@@ -368,22 +357,20 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return trees
 
     def _limits(self, running: Sequence[_Running]) -> list[int]:
-        """Most draft tokens of each request."""
         most, wanted = self._max_rows - 1, self._wanted
         return [min(most, wanted(request.req) - 1) if request.may_draft else 0 for request in running]
 
     @staticmethod
     def _wanted(req: Any) -> int:
-        """Tokens that the request may still emit."""
         return int(req.sampling_params.max_new_tokens) - len(req.output_ids)
 
     def _agreed(self, lists: list[list[int]]) -> list[list[int]]:
-        """Rank 0's lists, as many as each rank has; they hold no negative numbers, and each at most a tree or a number
-        per request."""
+        """Return rank 0's lists of non-negative numbers, as many as each rank has."""
         parallel = get_parallel()
         if parallel.tp_size == 1:
             return lists
         group = parallel.tp_group
+        # each holds at most a tree, or a number per request
         padded = torch.full((len(lists), max(2 * self._max_rows, len(lists))), -1, dtype=torch.int64)
         for row, values in zip(padded, lists, strict=True):
             row[: len(values)] = torch.tensor(values, dtype=torch.int64)
@@ -393,7 +380,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
     def _emit(
         self, result: GenerationBatchResult, rows: Rows, paths: Sequence[Sequence[int]], base: torch.Tensor
     ) -> GenerationBatchResult:
-        """The round as SGLang's result: per request, its emitted tokens padded to the longest."""
+        """Return the round as SGLang's result, tokens padded to the longest."""
         num_emitted = np.array([len(path) for path in paths], dtype=np.int32)
         width = int(num_emitted.max())
         if rows.drafted:
@@ -415,18 +402,11 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
 
 def _keep(result: GenerationBatchResult, rows: NDArray[np.int64]) -> None:
-    """Of what the target returned per row, these rows, in this order."""
+    """Keep these rows of what the target returned, in this order."""
     kept = on_device(rows, result.next_token_ids.device)
     output = result.logits_output
     if output.next_token_logprobs is not None:
         output.next_token_logprobs = output.next_token_logprobs[kept]
-    for name in ("top_logprobs", "token_ids_logprobs"):
-        for kind in ("val", "idx"):
-            values = getattr(output, f"next_token_{name}_{kind}")
-            if values:
-                setattr(output, f"next_token_{name}_{kind}", [values[row] for row in rows.tolist()])
-    if output.hidden_states is not None:
-        output.hidden_states = output.hidden_states[kept]
     result.next_token_ids = result.next_token_ids[kept]
 
 
@@ -442,7 +422,7 @@ def _to_tree(values: Sequence[int]) -> DraftTree:
 def register(
     starting: Callable[[], SpeculationConfig], make_speculator: Callable[[SpeculationConfig], Speculator | None]
 ) -> None:
-    """Make the algorithm known to SGLang; these give each worker that starts its configuration, and its speculator."""
+    """Make the algorithm known to SGLang. Workers that start call these functions."""
 
     class StartedWorker(Worker):
         def __init__(self, *arguments: Any, **named: Any) -> None:

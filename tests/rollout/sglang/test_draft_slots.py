@@ -87,7 +87,7 @@ def check(kind: type[Slots], operations: Operations) -> None:
         assert len(set(given_blocks)) == len(given_blocks) == BLOCKS - slots.free_blocks
         assert len(set(rows.values())) == len(rows) == ROWS - slots.free_rows
         assert all(1 <= row <= ROWS for row in rows.values())
-        assert set(slots.keys) == set(rows)
+        assert all(slots.row(each) == rows.get(each) for each in KEYS)
 
 
 @given(OPERATIONS)

@@ -138,14 +138,13 @@ def test_tensor_parallel_ranks_emit_the_same_tokens(engine: Engine, engine_tp2: 
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
-def test_spans_and_callback_and_stats(engine: Engine) -> None:
-    engine.set_version(7)
-    before = engine.stats()
+def test_spans_and_callback(engine: Engine) -> None:
+    engine.version = 7
     seen: list[str] = []
     got = engine.generate([request(i) for i in range(4)], on_finished=lambda t: seen.append(t.request_id))
     assert sorted(seen) == ["r0", "r1", "r2", "r3"]
     assert all([(s.version, s.start, s.end) for s in t.spans] == [(7, 0, len(t.token_ids))] for t in got)
-    assert engine.stats()["tokens"] - before["tokens"] == 4 * 24
+    assert [len(t.token_ids) for t in got] == [24] * 4
     assert engine.generate([]) == []
 
 
@@ -289,14 +288,14 @@ def test_rank_call_while_generating(engine: Engine) -> None:
 
 
 def test_memory_comes_and_goes(engine: Engine) -> None:
-    assert engine.release_memory() == (engine.ready is not None and engine.ready.memory_release)
+    engine.release_memory()
     engine.resume_memory()
 
 
 def test_memory_is_released_when_requests_have_ended_and_not_before(engine: Engine) -> None:
     """SGLang's scheduler asserts that it is idle, and dies of a release that comes too early."""
-    thread = threading.Thread(target=lambda: engine.generate([request(i, new=CONTEXT - 20) for i in range(24)]))
-    before = engine.stats()["requests"]
+    batch, got = [request(i, new=CONTEXT - 20) for i in range(24)], list[Trajectory]()
+    thread = threading.Thread(target=lambda: got.extend(engine.generate(batch)))
     thread.start()
     while engine.rank_call("flush", b"", timeout_s=60) == [b"flushed"] and thread.is_alive():
         pass  # not admitted yet
@@ -305,7 +304,7 @@ def test_memory_is_released_when_requests_have_ended_and_not_before(engine: Engi
         engine.release_memory()  # waits for the last moment of what was ended
     thread.join()
     engine.resume_memory()
-    assert engine.stats()["requests"] == before + 24
+    assert len(got) == len(batch)
     assert len(engine.generate([request(0)])) == 1
 
 

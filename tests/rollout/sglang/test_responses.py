@@ -37,8 +37,6 @@ def ready(spec: EngineSpec) -> Ready:
         scheduler_pids=[],
         max_sequence_tokens=CONTEXT - spec.reserved_tokens,
         kv_tokens=10 * CONTEXT,
-        start_s=0.0,
-        memory_release=False,
     )
 
 

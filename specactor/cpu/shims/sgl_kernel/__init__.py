@@ -1,9 +1,6 @@
-"""What decoding in SGLang asks of the `sgl_kernel` package on a CPU, in PyTorch.
+"""What SGLang's decoding asks of `sgl_kernel` on a CPU, in PyTorch, for engines without a GPU.
 
-The published wheels of that package hold CUDA code, and its CPU build needs AVX512 or AMX. This stand-in is seen only
-by the processes of an engine without a GPU (`specactor.cpu.sglang.environment`).
-`torch.ops.sgl_kernel.convert_weight_packed` is left undefined on purpose: its absence makes SGLang take its
-torch-native paths. Kernels that are never called here can be imported, and name themselves when they are called.
+The package's own builds hold CUDA code, or need AVX512 or AMX.
 """
 
 import ctypes
@@ -14,13 +11,15 @@ from specactor.cpu.sglang_ops import murmur_hash32
 
 __version__ = "0.0.0+specactor"
 
+# `convert_weight_packed` stays undefined: its absence makes SGLang take its torch-native paths.
+
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
 _library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
 
 
 def assign_req_to_token_pool_cpu(rows, req_to_token, starts, ends, slots, _):
-    """Write `slots`, which lie one request after the other, to columns [start, end) of each request's row."""
+    """Write `slots`, one request after the other, to columns [start, end) of its row."""
     counts = (ends - starts).long()
     if len(slots) == len(counts) and bool((counts == 1).all()):  # what a plain step asks for
         req_to_token[rows.long(), starts.long()] = slots.to(req_to_token.dtype)
@@ -31,14 +30,14 @@ def assign_req_to_token_pool_cpu(rows, req_to_token, starts, ends, slots, _):
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs, strides, targets, sources):
-    """Copy the slots `sources` to `targets` in every layer's buffer; all are read before any is written."""
+    """Copy slots in every layer's buffer; all are read before any is written."""
     for base, stride in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
         slots = [ctypes.string_at(base + slot * stride, stride) for slot in sources.tolist()]
         for slot, data in zip(targets.tolist(), slots, strict=True):
             ctypes.memmove(base + slot * stride, data, stride)
 
 
-def __getattr__(name):
+def __getattr__(name):  # kernels that are never called here can be imported, and name themselves when called
     if not name.endswith("_cpu"):
         raise AttributeError(name)
 
