@@ -20,6 +20,7 @@ from benchmarks.plots import number
 from specactor.planning.plans import Candidates, Cluster, DrafterEngine, DrafterOption, VerifierOption
 from specactor.rollout.speculation.costs import CostTable
 from specactor.simulator.decide import Policy
+from specactor.simulator.progress import EQUAL
 from specactor.simulator.requests import Method, Requests, World
 from specactor.simulator.rollout import simulate
 
@@ -56,7 +57,7 @@ class Known:
         script = script_of(setting, second=0.0)
         rates, lucks = [], []
         for request in requests(setting, batch):
-            rates.append(script.own(request.seed))
+            rates.append(min(1.0, script.own(request.seed)))
             right = [script.is_right(request.seed, at) for at in range(1, request.sampling.max_new_tokens)]
             lucks.append(fmean(luck(right, rates[-1], window) for window in WINDOWS))
         return cls(rates=np.array(rates), lucks=np.array(lucks))
@@ -68,12 +69,19 @@ def luck(right: Sequence[bool], rate: float, window: int) -> float:
     survival_W = rate**depth_W
     accepted = float(survival_W.sum())
     mean, variance = 1.0 + accepted, float((2.0 * depth_W - 1.0) @ survival_W) - accepted**2
+    if variance <= EQUAL:  # all rounds emit as much: luck changes nothing
+        return 0.0
     at = rounds = 0
     while at < len(right):
         at += 1 + sum(1 for _ in takewhile(bool, right[at : at + window]))
         rounds += 1
     beyond = ((variance + mean**2) / mean - 1.0) / 2.0
     return (len(right) + beyond - rounds * mean) / sqrt(rounds * variance)
+
+
+def _odds(rate: float | NDArray[np.float64]) -> NDArray[np.float64]:
+    share = np.clip(rate, EQUAL, 1.0 - EQUAL)  # finite ones, also where all is right
+    return np.asarray(share / (1.0 - share))
 
 
 def _seconds(setting: Setting, policy: Policy, known: Known, host_s: float) -> float:
@@ -92,7 +100,7 @@ def _seconds(setting: Setting, policy: Policy, known: Known, host_s: float) -> f
         Requests(
             lengths=np.full(setting.batch, setting.tokens - 1),
             groups=np.arange(setting.batch),
-            odds=known.rates / (1.0 - known.rates) * (1.0 - rate) / rate,
+            odds=_odds(known.rates) / _odds(rate),
             luck=known.lucks,
         ),
     ).seconds

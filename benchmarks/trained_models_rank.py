@@ -33,7 +33,7 @@ def main() -> None:
     room = longest_prompt(config, shape.max_position)
     held_out = build_dataset(config.data.eval_source(config.eval.problems), tokenizer, max_prompt_tokens=room)
     problems = build_dataset(config.data.train_source, tokenizer, max_prompt_tokens=room).without(held_out)
-    progress = Progress(1, enabled=False, quiet=True)
+    progress = Progress(1, quiet=True)
     folder = warmed_up_model(config, layout, start, problems, tokenizer, collective, progress)
     if collective.rank == 0:
         print(f"RESULT {folder}", flush=True)

@@ -1,7 +1,6 @@
-"""The path of one RL step: `SpecActor.step`. (`run.run` builds an actor and steps it until the run is done.)
+"""One RL step, as every rank executes it: begin at `SpecActor.step`.
 
-Every rank executes the same lines; a rank's own share of the work happens inside `Collective.together`, after which all
-ranks go on with the same values.
+A rank's own share of the work happens inside `Collective.together`, after which all ranks hold the same values.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ from specactor.weights_sync.sender import SyncReport, WeightSender
 
 @dataclass(eq=False)
 class SpecActor:
-    """The policy in training, its rollouts, and where the run stands."""
-
     config: Config
     _: KW_ONLY
     trainer: PolicyTrainer
@@ -44,33 +41,24 @@ class SpecActor:
     weights: WeightSource
     collective: Collective
     progress: Progress
-    distillation: Distillation | None
-    """It keeps the draft model fresh, if that is wanted."""
+    distillation: Distillation | None  # keeps the draft model fresh; None: it does not learn
     on_trace: Callable[[int, Sequence[Mapping[str, Sequence[Span]]]], None]
-    """It takes the spans of a traced step, per host and process."""
+    """takes a traced step's spans, per host and process"""
     recorder: StepRecorder
-    """It keeps what makes a step repeatable."""
     audit: Audit
-    """It has responses begun again by other engines."""
     steps_done: int = 0
     version: int = 0
-    _pushed: dict[str, float] = field(default_factory=dict)
-    """What the last push of the draft model did."""
+    _pushed: dict[str, float] = field(default_factory=dict)  # metrics of the draft model's last push
     _sync_s: float = 0.0
-    _step_s: float = 0.0
-    """Of the step before."""
+    _step_s: float = 0.0  # of the step before
 
     @property
     def pool(self) -> EnginePool:
-        """This rank's engines."""
         return self.rollouts.pool
 
     def step(self, save: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """One RL step: policy version v -> v + 1. Returns its metrics, but for times and memory; equal on all ranks.
-
-        Args:
-            save: writes a checkpoint if one is due; called while the trainer has the devices' memory.
-        """
+        """Take policy version v to v + 1; return metrics without times and memory, equal on all ranks. `save` writes a
+        checkpoint if one is due, while the trainer has the devices' memory."""
         step = self.steps_done + 1
         traced = self.progress.recorder.on = step in self.config.tracking.trace
         self.rollouts.take_stats(trace=traced)  # what follows is counted from here
@@ -107,7 +95,6 @@ class SpecActor:
         return metrics
 
     def learnable(self, groups: Sequence[ScoredGroup]) -> list[TrainSequence]:
-        """Groups -> sequences with advantages."""
         kind, rewards = self.config.algorithm.advantage, [list(g.rewards) for g in groups]
         advantages = self._advantages(rewards, kind)
         return [
@@ -130,7 +117,6 @@ class SpecActor:
         ]
 
     def _advantages(self, rewards: list[list[float]], kind: str) -> list[list[float]]:
-        """Return the advantage of each response, by group."""
         if kind == "gae":  # the trainer makes one for each token, with its critic
             return [[0.0] * len(of_group) for of_group in rewards]
         if ":" not in kind:
@@ -139,7 +125,6 @@ class SpecActor:
         return self.collective.gather(own, list[list[float]])[0]  # a hook may answer as it likes
 
     def train(self, batch: Sequence[TrainSequence]) -> TrainStats:
-        """One or more optimizer updates: the policy moves to its next version."""
         recorder = self.distillation.recorder if self.distillation is not None else None
         algorithm, rate = self.config.algorithm, learning_rate(self.steps_done, self.config.train)
         still = algorithm.critic.warmup_steps if algorithm.advantage == "gae" else 0
@@ -155,8 +140,7 @@ class SpecActor:
         return stats
 
     def sync(self) -> SyncReport:
-        """Bring every engine to the versions of the policy and the draft model, and let it generate; replace engines
-        that died."""
+        """Replace lost engines, and push the policy and the draft model to all."""
         cause: WeightSyncError | None = None
         for _ in range(self.config.rollout.engine.max_restarts + 1):
             replaced = self.collective.together("engine restart", self.pool.restart_lost)
@@ -185,7 +169,6 @@ class SpecActor:
         ) from cause
 
     def refresh(self, batch: Sequence[TrainSequence]) -> dict[str, float]:
-        """Let the draft model learn of the policy that sampled the batch; return what that did, if it is wanted."""
         if self.distillation is None:
             return {}
         spent, is_last = self.progress.spent(), self.steps_done == self.config.train.steps
@@ -194,7 +177,6 @@ class SpecActor:
             return self.distillation.refresh(batch, version=self.version - 1, step_s=step_s, is_last=is_last)
 
     def of_rollout(self, stats: RolloutStats, batch: Sequence[TrainSequence]) -> dict[str, float]:
-        """Return the metrics of speculation, and of what was done with the step's last requests."""
         rollout = self.config.rollout
         woken = stats.drafters_woken if self.config.lends_devices else None
         moved = stats.groups_moved if self.config.parallel.engines > 1 else None
@@ -211,7 +193,6 @@ class SpecActor:
         return state | ({"distillation": self.distillation.state()} if self.distillation is not None else {})
 
     def restore(self, state: dict[str, object]) -> None:
-        """Go on from a `state`."""
         self.steps_done = int(str(state["steps_done"]))
         self.version = int(str(state["version"]))
         self.rollouts.restore(state)

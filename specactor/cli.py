@@ -1,4 +1,4 @@
-"""The ``specactor`` command. Training itself is started by torchrun, with launch/train_moe.py."""
+"""The ``specactor`` command. torchrun starts training itself, with launch/train_moe.py."""
 
 from __future__ import annotations
 
@@ -68,9 +68,8 @@ def profile(argv: list[str]) -> int:
     --limit SECONDS  longest time to measure; the engine's start comes on top, and half as long again for a drafter
                      process (default: 300)
 
-    One engine of the recipe is started, on its model, its tensor parallelism and this machine, and measured over
-    requests and tokens per request, and over requests and windows for every drafter of rollout.speculation.drafters.
-    For decoupled among them a drafter process is started on the next core or GPU and measured over requests.
+    One engine of the recipe is measured over requests and tokens per request, and over requests and windows for every
+    drafter of rollout.speculation.drafters; for decoupled, a drafter process on the next core or GPU over requests.
     Speculation reads the table with --rollout.speculation.cost-table FILE. Ctrl-C leaves nothing behind.
     """
     from pathlib import Path
@@ -141,7 +140,6 @@ def diff(argv: list[str]) -> int:
 
 
 def _guarded(run: Callable[[list[str], Console], int | None], argv: list[str]) -> int:
-    """Run a command that parses its own arguments; return the exit code that it gives, or 0."""
     from rich.console import Console
 
     from specactor.errors import ConfigError, SpecActorError
@@ -170,6 +168,7 @@ def version(argv: list[str]) -> int:
     return 0
 
 
+# Name -> function of the arguments after it, whose docstring is its help.
 COMMANDS: dict[str, Command] = {
     "diff": diff,
     "doctor": doctor,
@@ -182,7 +181,7 @@ COMMANDS: dict[str, Command] = {
     "simulate": simulate,
     "version": version,
 }
-"""Name -> function of the arguments after the name; its docstring is its help."""
+# What follows a name, where that is not a recipe.
 ARGUMENTS = {
     "diff": "RUN RUN [--out FILE]",
     "drafter": "init|train|eval [...]",
@@ -192,13 +191,11 @@ ARGUMENTS = {
     "report": "RUN [--out FILE]",
     "simulate": "[--model NAME|FOLDER] [--devices N] [--modes MODE ...] [...]",
 }
-"""Name -> what follows it, where that is not a recipe."""
 OWN_HELP = ("drafter", "plan", "simulate")  # their ``--help`` lists every setting
 RECIPE = "[RECIPE [--key.path value ...]]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit code: 0 fine, 1 a problem was found, 2 the command line is wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="specactor",

@@ -1,7 +1,6 @@
-"""Who has the memory of the devices: engines while they generate, the trainer while it learns.
+"""Who has the memory of shared GPUs: engines while they generate, the trainer while it learns.
 
-Both are on the same GPUs, which do not hold both. An engine's devices are those of several ranks, so every hand-over
-is collective: nobody takes before all have given. Without GPUs memory is the host's and is not handed over.
+Engines span several ranks' devices, so hand-overs are collective: nobody takes before all have given.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from specactor.parallel.devices import return_unused
 
 
 class Trainer(Protocol):
-    """A trainer gives up memory, and takes it again."""
-
     def offload(self) -> None: ...
 
     def reload(self) -> None: ...
@@ -39,15 +36,13 @@ TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 
 class DeviceMemory:
-    """The memory of this rank's engines and trainer. All methods are collective."""
+    """Hands over, collectively, where engines and trainer share GPUs (`is_shared`)."""
 
     def __init__(self, collective: Collective, engines: Engines, *, is_shared: bool) -> None:
-        """Remember who shares; `is_shared` means that engines and trainer are on the same GPUs."""
         self._collective, self._engines, self._is_shared = collective, engines, is_shared
 
     def start(self, make: Callable[[], TrainerT], *, others: Sequence[tuple[str, Callable[[], None]]] = ()) -> TrainerT:
-        """Wait until `others` (name, wait) and engines are ready; return the trainer that `make` makes. Engines have
-        memory for weights then. They start alone, since SGLang takes a share of what is free when it looks."""
+        """Wait for `others` (name, wait) and engines, which then have memory for weights."""
         trainer = make() if not self._is_shared else None
         for name, wait in (*others, ("engine start", self._engines.wait_ready)):
             self._collective.together(name, wait)
@@ -58,32 +53,30 @@ class DeviceMemory:
         return trainer
 
     def to_trainer(self, trainer: Trainer) -> None:
-        """Release all of the engines' memory, and bring gradients and optimizer back."""
         self._collective.together("release", self._engines.release_memory)
         trainer.reload()
 
     def to_weights(self, trainer: Trainer) -> None:
-        """Offload gradients and optimizer; engines take memory for weights, undefined until they are sent."""
+        """Give engines memory for weights, undefined until they are sent."""
         trainer.offload()
         return_unused()
         self._collective.barrier()
         self._collective.together("resume", self._engines.resume_weights)
 
     def to_engines(self) -> None:
-        """Let engines take the rest. The trainer's parameters stay, for engines that die."""
+        """Give engines the rest; the trainer's parameters stay, for engines that die."""
         return_unused()
         self._collective.barrier()
         self._collective.together("resume", self._engines.resume_memory)
 
 
 class HostCopies:
-    """Main weights and moments of optimizers in pinned host memory, which is kept: pinning is slow."""
+    """Main weights and moments stay in pinned host memory: pinning is slow."""
 
     def __init__(self) -> None:
         self._hosts: dict[tuple[int, str], Tensor] = {}
 
     def offload(self, optimizers: Sequence[Any]) -> None:
-        """Copy what is on a GPU, and let go of it there."""
         hosts = {}
         for key, tensor, put in _tensors(optimizers):
             if tensor.device.type == "cuda":
@@ -104,7 +97,7 @@ class HostCopies:
 
 
 def _tensors(optimizers: Sequence[Any]) -> Iterator[tuple[tuple[int, str], Tensor, Callable[[Tensor], None]]]:
-    """Per tensor of the optimizers: a key, the tensor, and a function that puts another in its place."""
+    """Yield a key, the tensor, and a function that replaces it."""
     for optimizer in optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.data.dtype == torch.float32:  # one of bfloat16 is a view of the model's own, which stays

@@ -1,6 +1,6 @@
-"""Whether a run could start here: what was found, what is used instead of what is missing, and the remedy.
+"""Findings about this machine and a recipe, with remedies.
 
-Nothing that may crash is imported, so the doctor also works where SGLang or Megatron-core do not.
+Nothing that may crash is imported: the doctor also works where SGLang or Megatron-core do not.
 """
 
 from __future__ import annotations
@@ -34,39 +34,23 @@ MIN_DISK_BYTES = 2 * GIB  # room for checkpoints and the exported model of a sma
 MIN_MEMORY_BYTES = 6 * GIB  # two trainer ranks and one engine of a tiny model
 
 
-STACKS = {
-    "CPU": {
-        "torch": "==2.13.0",
-        "sglang": "==0.5.23",
-        "transformers": "==5.19.0",
-        "megatron-core": "==0.16.1",
-        "mbridge": "==0.15.1",
-    },
-    "GPU": {
-        "torch": "==2.14.1",
-        "sglang": "==0.5.23",
-        "transformers": "==5.19.0",
-        "megatron-core": "==0.16.1",
-        "mbridge": "==0.15.1",
-        "sglang-kernel": "==0.4.10",
-        "transformer-engine": ">=2.9,<2.12",
-    },
-    "GPU, torch 2.11": {
-        "torch": "==2.11.0",
-        "sglang": "==0.5.23",
-        "transformers": "==5.17.*",
-        "megatron-core": "==0.16.1",
-        "mbridge": "==0.15.1",
-        "sglang-kernel": "==0.4.4",
-    },
+CPU = {
+    "torch": "==2.13.0",
+    "sglang": "==0.5.23",
+    "transformers": "==5.19.0",
+    "megatron-core": "==0.16.1",
+    "mbridge": "==0.15.1",
 }
-"""Versions that belong together. The last set has neither TransformerEngine nor fa3: attention is Triton's."""
+# Versions that belong together; the last has neither TransformerEngine nor fa3: attention is Triton's
+STACKS = {
+    "CPU": CPU,
+    "GPU": CPU | {"torch": "==2.14.1", "sglang-kernel": "==0.4.10", "transformer-engine": ">=2.9,<2.12"},
+    "GPU, torch 2.11": CPU | {"torch": "==2.11.0", "transformers": "==5.17.*", "sglang-kernel": "==0.4.4"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One row: a component that is fine, is replaced by something else, or stops a run from starting."""
-
     component: str
     found: str
     used: str = ""
@@ -75,18 +59,20 @@ class Finding:
 
 
 def examine(config: Config | None, environ: Mapping[str, str]) -> list[Finding]:
-    """All findings about this machine, and about `config` where one is given."""
     devices = detect(environ)
     gpu = bool(devices.gpus)
     packages = [*pinned(), stack(gpu), plugin()]
     found = [_python(), *packages, *_hardware(devices), *_optional(devices), *_places(config), loopback()]
     if config and gpu:
-        found.append(joined_kernels(config, devices.has("transformer_engine")))
-    return [*found, *([tokens(config, gpu=gpu), _replay(config), *_recipe(config)] if config else [])]
+        found.append(joined_kernels(config, devices.packages["transformer_engine"].works))
+    if config:
+        replay = Finding(component="replay", found=reach(config).removeprefix("replay: "))
+        found += [tokens(config, gpu=gpu), replay, *_recipe(config)]
+    return found
 
 
 def report(findings: list[Finding], console: Console) -> int:
-    """Print the table, and the remedies of what is fatal. Returns the exit code: 0 when a run could start, else 1."""
+    """Print a table; return the exit code, 0 when a run could start."""
     table = Table(title="specactor doctor", title_justify="left")
     for heading in ("", "component", "found", "used instead", "remedy"):
         table.add_column(heading, overflow="fold")
@@ -110,7 +96,7 @@ def _python() -> Finding:
 
 
 def pinned() -> list[Finding]:
-    """Every required package, in the version that this package's own metadata asks for."""
+    """Compare required packages with this package's metadata, or `STACKS`."""
     findings = []
     for line in metadata.requires("specactor") or []:
         need = Requirement(line)
@@ -134,7 +120,6 @@ def _takes(wanted: str, version: str) -> bool:
 
 
 def stack(gpu: bool) -> Finding:
-    """Return which of the sets of versions that were tried together is installed."""
     installed = {}
     for name in sorted({name for versions in STACKS.values() for name in versions}):
         with suppress(metadata.PackageNotFoundError):
@@ -153,23 +138,16 @@ def stack(gpu: bool) -> Finding:
 
 
 def tokens(config: Config, *, gpu: bool) -> Finding:
-    """Return what engines would promise of a request's tokens."""
     arithmetic, promise = guarantee(config.rollout.engine, gpu=gpu, dtype=config.model.dtype)
     return Finding(component="attention", found=f"{arithmetic}: {promise}")
 
 
 def joined_kernels(config: Config, transformer_engine: bool) -> Finding:
-    """Return which operations the trainer computes in one kernel, and which not."""
     present = fusions.present() | {"transformer_engine": transformer_engine}
     fields = fusions.fields(present, gpu=True, dtype=config.model.dtype, deterministic=config.train.deterministic)
     on, off = fusions.told(fields)
     # What is off by choice has no remedy; `_optional` has those of packages.
     return Finding(component="fusions", found=on, used=f"separate kernels for {off}" if off else "")
-
-
-def _replay(config: Config) -> Finding:
-    """Say how far back steps of the run can be repeated."""
-    return Finding(component="replay", found=reach(config).removeprefix("replay: "))
 
 
 def _requirement(need: Requirement, version: str, ok: bool) -> Finding:
@@ -210,7 +188,7 @@ def _hardware(devices: Devices) -> list[Finding]:
 
 
 def _optional(devices: Devices) -> list[Finding]:
-    """Packages that make a run faster; one that is installed and broken stops Megatron-core from importing."""
+    """A package that is installed and broken may stop Megatron-core from importing."""
     gpu = bool(devices.gpus)
     instead = {
         "transformer_engine": (
@@ -253,7 +231,6 @@ def _optional(devices: Devices) -> list[Finding]:
 
 
 def _places(config: Config | None) -> list[Finding]:
-    """Check the room where weights travel and where runs are kept."""
     buckets = 2 * config.weights_sync.bucket_bytes * config.parallel.engines if config else 128 * 2**20
     folder = _existing(Path(config.output_dir if config else "runs").absolute())
     return [
@@ -278,7 +255,6 @@ def _existing(folder: Path) -> Path:
 
 
 def loopback() -> Finding:
-    """Return whether processes of this machine can talk over 127.0.0.1."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(5)
@@ -293,7 +269,6 @@ def loopback() -> Finding:
 
 
 def _recipe(config: Config) -> list[Finding]:
-    """Return whether the model and the data files of a recipe can be read."""
     findings = []
     if config.model.tiny is None:
         try:

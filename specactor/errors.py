@@ -1,48 +1,48 @@
-"""Errors a user can act on: each message names the rule, the value and the way out."""
+"""Errors that a user can act on."""
 
 from __future__ import annotations
 
 
 class SpecActorError(Exception):
-    """Base of every error that SpecActor raises on purpose."""
+    """All errors that are raised on purpose derive from this one."""
 
 
 class ConfigError(SpecActorError, ValueError):
-    """A setting, or a combination of settings, that cannot work."""
+    """A setting, or a combination, cannot work."""
 
     @classmethod
     def at(cls, field: str, got: object, expected: str, remedy: str) -> ConfigError:
-        """The house form: ``rollout.group_size: got 1, expected >= 2. <way out>``."""
+        """Compose ``rollout.group_size: got 1, expected >= 2. <way out>``."""
         return cls(f"{field}: got {got!r}, expected {expected}. {remedy}")
 
 
 class DataError(SpecActorError, ValueError):
-    """A data file, row or task that cannot be used."""
+    """A data file, row, task or hook cannot be used."""
 
 
 class CheckpointError(SpecActorError):
-    """A checkpoint that is missing, unfinished, foreign, or of a layout that cannot be loaded."""
+    """A checkpoint is missing, unfinished, or of another layout."""
 
 
 class PlanError(SpecActorError):
-    """A measurement, prediction or table that speculation cannot be planned with."""
+    """Measurements or predictions cannot be planned with."""
 
 
 class EngineError(SpecActorError):
-    """A rollout engine failed: did not start, died, timed out, or refused a request."""
+    """An engine died, timed out, or refused a request."""
 
 
 class WeightSyncError(SpecActorError):
-    """Weights did not arrive whole on every engine rank."""
+    """Weights did not arrive whole."""
 
 
 class CopiesDifferError(WeightSyncError):
-    """Hosts would take the weights from copies that are not equal: new engines would meet the same."""
+    """Hosts hold unequal copies: new engines would fail likewise."""
 
 
 class AgreementError(SpecActorError):
-    """The engine's and the trainer's log-probabilities of the same tokens differ too much."""
+    """Engine and trainer disagree on log-probabilities."""
 
 
 class PeerFailedError(SpecActorError):
-    """Another rank failed; that rank has reported the cause."""
+    """Another rank failed, and has reported the cause."""

@@ -1,4 +1,4 @@
-"""Metrics of one step from what the step produced. PURE. The names and their meanings are in `specactor.metrics`."""
+"""Metrics of one step, by the names of `specactor.metrics`. PURE."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:  # these import torch, or start processes
     from specactor.trainer.policy import TrainStats
     from specactor.weights_sync.sender import SyncReport
 
-SOLVED = 0.999
-"""A response counts as correct from this score on."""
+SOLVED = 0.999  # a response counts as correct from this score on
 ROUTED_APART = 0.01
 """Share of the sampled tokens that may be further apart than `train.max_logprob_gap` where rounding chooses experts: it
 was seen in one of 256,000; wrong weights show in nearly all."""
@@ -32,8 +31,7 @@ def accuracy(scores: Sequence[float]) -> float:
 
 
 def of_evaluation(sets: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, float]:
-    """Accuracy on every held-out set; avg@n is the accuracy over all n samples of a problem. Beside it stands pass@k,
-    for powers of two, and for n itself: eval.samples is the way to any other k."""
+    """Return avg@n and pass@k of each held-out set with n samples, k = 2, 4, .. and n."""
     found: dict[str, float] = {}
     for name, groups in sets.items():
         key = f"accuracy/{name}"
@@ -45,8 +43,8 @@ def of_evaluation(sets: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, float]
 
 
 def pass_at(k: int, scores: Sequence[float]) -> float:
-    """Chance that of k of these n responses, 1 <= k <= n, drawn without replacement, one is right: that of k fresh ones
-    without bias (arXiv 2107.03374 eq. 1). It is counted in integers, and so rounded once, whatever n and k."""
+    """Return the chance that one of k of n responses is right, an unbiased estimate for k fresh ones (arXiv 2107.03374
+    eq. 1). Integers are rounded once."""
     wrong, draws = sum(score < SOLVED for score in scores), math.comb(len(scores), k)
     return (draws - math.comb(wrong, k)) / draws
 
@@ -59,7 +57,6 @@ def of_step(
     *,
     version: int,
 ) -> dict[str, float]:
-    """Return what is logged for a step, but for times and memory."""
     trajectories = [t for g in groups for t in g.trajectories]
     lengths = sorted(len(t.token_ids) for t in trajectories)
     rewards = [r for g in groups for r in g.rewards]
@@ -104,7 +101,6 @@ def _expert_bytes(response: Trajectory) -> int:
 
 
 def of_environments(groups: Sequence[ScoredGroup], num_failed: int) -> dict[str, float]:
-    """Return what happened between turns in a step; nothing where no environment took part."""
     talks = [t for g in groups for t in g.trajectories if t.environment_s]
     if not talks and not num_failed:
         return {}
@@ -118,7 +114,6 @@ def of_environments(groups: Sequence[ScoredGroup], num_failed: int) -> dict[str,
 
 
 def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
-    """Return the metrics of speculation in a step, per drafter, and for plain rounds under their own name."""
     rounds = sum(of.rounds for of in counts.values())
     return {
         f"speculation/{name}/{key}": value
@@ -131,10 +126,7 @@ def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
 def of_tail(
     woken: int | None, moved: int | None, left: Sequence[OpenGroup] | None, batch: Sequence[TrainSequence]
 ) -> dict[str, float]:
-    """Return what was done with a step's last requests; and with the groups that were not complete in the end.
-
-    None: no drafter can be woken; there is no engine to move groups to; the step waits for all groups.
-    """
+    """None: no drafter can be woken; there is one engine; the step waits for all groups."""
     found: dict[str, float] = {} if moved is None else {"tail/groups_moved": moved}
     if woken is not None:
         found["tail/drafters_woken"] = woken
@@ -150,8 +142,7 @@ def of_tail(
 
 
 def of_drafters(figures: Figures, work: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """Return what drafters counted themselves in a step. `work`: of each drafter process, seconds of drafting, and
-    drops."""
+    """`work` is (seconds of drafting, drops) of each drafter process."""
     own = {
         f"speculation/{drafter}/{name}": value
         for drafter, counted in figures.items()
@@ -206,14 +197,8 @@ def of_time(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[
 
 
 def check_agreement(stats: TrainStats, *, step: int, bound: float, routes_freely: bool) -> None:
-    """Compare the log-probabilities of engine and trainer.
-
-    Args:
-        bound: `train.max_logprob_gap`.
-        routes_freely: rounding may choose other experts in the trainer than in the engine.
-
-    Raises AgreementError when more tokens are further apart than the bound than may be.
-    """
+    """Raise AgreementError when more tokens differ by `bound` than may. `routes_freely`: rounding may choose other
+    experts in the trainer."""
     allowed = ROUTED_APART if routes_freely else 0.0
     if stats.logprob_gap_share <= allowed:  # nan is no agreement either
         return

@@ -1,7 +1,7 @@
-"""What is measured in a run: the names and units of all metrics, and where they are written.
+"""Names and units of all metrics, and where they are written.
 
-Invariants: a name that is not in `METRICS` is refused, so names never drift; ``metrics.jsonl`` after a resume equals
-the file of an undisturbed run; wandb can neither stop nor delay training beyond a stated bound.
+Invariants: unknown names are refused; ``metrics.jsonl`` after a resume equals that of an undisturbed run; wandb delays
+training by at most `WANDB_INIT_S` and `WANDB_FINISH_S`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from specactor.errors import SpecActorError
 
 Value = float | int | str
 
+# Name -> unit and meaning; shares lie in 0..1
 METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the step's responses",
     "reward/std": "standard deviation of the rewards of the step's responses",
@@ -67,6 +68,9 @@ METRICS: dict[str, str] = {
     "time/data_s": "seconds of making or reading problems and the model, in the line of the first step",
     "time/warm-up_s": "seconds of the supervised warm-up, in the line of the first step",
     "time/engines_s": "seconds of waiting for engines to start, in the line of the first step",
+    "time/audit_s": "seconds of an audit, with rollout.audit",
+    "time/refresh_s": "seconds of refreshing the draft model: learning and pushing",
+    "time/refresh_limit_s": "seconds that learning was granted",
     "rollout/tokens": "response tokens generated",
     "rollout/tokens_per_s": "response tokens per second of generation",
     "rollout/expert_bytes": "bytes that say which experts the engines chose, with train.routing_replay = r3",
@@ -83,14 +87,8 @@ METRICS: dict[str, str] = {
     "memory/engine_rss_bytes": "resident memory of all engine processes of the job",
     "memory/record_bytes": "bytes of the step's record on disk; 0 with tracking.record off",
 }
-"""Name -> unit and meaning. Shares lie in 0..1."""
 
-HELD_OUT: dict[str, str] = {
-    "SET": "as accuracy/eval, of a further set of data.eval",
-    "SET/pass@K": "chance that one of K samples is right, with eval.samples; SET is eval for the first of data.eval",
-}
-"""After ``accuracy/`` -> unit and meaning."""
-
+# Last part of ``speculation/DRAFTER/...``, with rollout.speculation
 SPECULATION: dict[str, str] = {
     "share_of_rounds": "share of decode rounds for which this drafter was chosen (off: plain decoding)",
     "switches": "requests that came to this drafter from another that had drafts for them, too",
@@ -122,8 +120,8 @@ SPECULATION: dict[str, str] = {
     "drafted_at_J": "draft tokens at position J of a draft",
     "accepted_at_J": "of them, accepted",
 }
-"""Last part of ``speculation/DRAFTER/...`` -> unit and meaning, with rollout.speculation."""
 
+# Last part of ``drafter/...``, with distillation.refresh
 DRAFTER: dict[str, str] = {
     "version": "refreshes that changed the draft model's weights",
     "oldest_version": "oldest version that an engine or a drafter process drafts with in the next step",
@@ -141,7 +139,8 @@ DRAFTER: dict[str, str] = {
     "refused": "engines and drafter processes that did not take the weights, and keep older ones",
     "failed": "1 if the refresh failed; the run goes on with the weights there are",
 }
-"""Last part of ``drafter/...`` -> unit and meaning, with distillation.refresh."""
+# Last part of ``audit/...``, with rollout.audit; the first four in steps that an audit had time for, the others
+# without top-p and top-k.
 AUDIT: dict[str, str] = {
     "responses": "responses that an engine began again without drafts",
     "tokens": "tokens of these",
@@ -150,8 +149,7 @@ AUDIT: dict[str, str] = {
     "scored": "sampled tokens that the trainer compared with what their noise picks",
     "unpicked": "of these tokens, those that it does not pick",
 }
-"""Last part of ``audit/...`` -> unit and meaning, with rollout.audit; the first four in steps that an audit had time
-for, the others without top-p and top-k."""
+# Last part of ``tail/...``, with lent devices, several engines and rollout.oversample
 TAIL: dict[str, str] = {
     "drafters_woken": "times that the drafter on the device of an engine that had run dry was to be woken",
     "groups_moved": "groups that waited for an engine of one rank, and that another rank with room began",
@@ -161,23 +159,14 @@ TAIL: dict[str, str] = {
     "open_tokens": "tokens of these",
     "stale_tokens": "response tokens trained on that older policies sampled, with rollout.partial",
 }
-"""Last part of ``tail/...`` -> unit and meaning, with lent devices, several engines and rollout.oversample."""
-DRAFTER_TIMES: dict[str, str] = {
-    "time/refresh_s": "seconds of refreshing the draft model: learning and pushing",
-    "time/refresh_limit_s": "seconds that learning was granted",
-}
+_FAMILIES = {"audit": AUDIT, "drafter": DRAFTER, "tail": TAIL}
 
 WANDB_INIT_S = 30
-WANDB_FINISH_S = 60
-"""Longest waits for wandb when a run starts and ends; it uploads in a process of its own in between."""
+WANDB_FINISH_S = 60  # longest waits when a run starts and ends; uploads run in another process in between
 
 
 class Tracker:
-    """Writes the metrics of one run; lives on rank 0 only.
-
-    ``config_json`` is saved as config.json and sent to wandb. ``resume_step`` is the number of steps that the
-    checkpoint holds: lines of later steps, and a line that a crash cut short, are removed; 0 starts the file anew.
-    """
+    """Writes on rank 0. Lines after ``resume_step``, and one that a crash cut short, are removed; 0 starts anew."""
 
     def __init__(
         self, run_dir: Path, config_json: Mapping[str, Any], tracking: TrackingConfig, resume_step: int = 0
@@ -197,7 +186,7 @@ class Tracker:
         self.close(exit_code=0 if kind is None else 1)
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Append one line, on disk when this returns. SpecActorError: an unknown name, or a step seen before."""
+        """Append a line, on disk when this returns. Raises SpecActorError for an unknown name or a repeated step."""
         for name in metrics:
             _known(name)
         if step <= self._last_step:
@@ -212,7 +201,6 @@ class Tracker:
             self._to_wandb(lambda run: run.log(dict(metrics), step=step))
 
     def summary(self, values: Mapping[str, Value]) -> None:
-        """Write what the whole run achieved: summary.json, and wandb's summary."""
         _write_whole(
             self.run_dir / "summary.json", json.dumps({k: _finite(v) for k, v in values.items()}, indent=2) + "\n"
         )
@@ -220,7 +208,6 @@ class Tracker:
             self._to_wandb(lambda run: run.summary.update(dict(values)))
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the files; waits at most `WANDB_FINISH_S` for uploads. May be called twice."""
         self._file.close()
         if self._run is not None:
             self._to_wandb(lambda run: run.finish(exit_code=exit_code))
@@ -235,16 +222,12 @@ class Tracker:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
-    """The lines of metrics.jsonl, each with its "step"; a number that was not finite is nan."""
     lines = _whole_lines(run_dir / "metrics.jsonl")
     return [{k: math.nan if v is None else v for k, v in json.loads(line).items()} for line in lines]
 
 
 def rss_bytes(pid: int | None = None, *, children: bool = False) -> int:
-    """Resident memory of a process (this one by default), with its descendants if asked; 0 for one that is gone.
-
-    Memory that processes share is counted in each of them.
-    """
+    """Return resident memory, shared memory included; 0 for a process that is gone."""
     try:
         root = psutil.Process(pid)
         family = [root, *(root.children(recursive=True) if children else [])]
@@ -263,25 +246,20 @@ def _known(name: str) -> None:
     family, _, rest = name.partition("/")
     if family == "speculation" and re.sub(r"_at_[0-9]+$", "_at_J", rest.rpartition("/")[2]) in SPECULATION:
         return
-    if (family == "drafter" and rest in DRAFTER) or name in DRAFTER_TIMES:
-        return
+    # A further set of data.eval; of any set the chance that one of K samples is right, with eval.samples.
     if family == "accuracy" and re.fullmatch(r"[A-Za-z0-9_-]+(/pass@[0-9]+)?", rest):
         return
-    if (family == "tail" and rest in TAIL) or (family == "audit" and rest in AUDIT) or name == "time/audit_s":
-        return
-    if name not in METRICS:
+    if name not in METRICS and rest not in _FAMILIES.get(family, ()):
         nearest = difflib.get_close_matches(name, METRICS, n=1)
         hint = f"Did you mean {nearest[0]}?" if nearest else "Add it, with its unit, to specactor.metrics.METRICS."
         raise SpecActorError(f"metrics: got the unknown name {name!r}. {hint}")
 
 
 def _finite(value: Value) -> Value | None:
-    """JSON has no nan and no infinity: both become null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _whole_lines(file: Path) -> list[str]:
-    """Lines up to the first that a crash cut short."""
     kept = []
     for line in file.read_text().splitlines(keepends=True) if file.exists() else []:
         if not line.endswith("\n"):
@@ -291,13 +269,12 @@ def _whole_lines(file: Path) -> list[str]:
 
 
 def _cut(file: Path, resume_step: int) -> None:
-    """Keep the lines up to `resume_step`, or none at 0, atomically."""
     kept = [line for line in _whole_lines(file) if resume_step and json.loads(line)["step"] <= resume_step]
     _write_whole(file, "".join(kept))
 
 
 def _write_whole(file: Path, text: str) -> None:
-    """Replace a file so that a crash leaves the old or the new one."""
+    """A crash leaves the old file or the new one."""
     fresh = file.with_name(file.name + ".tmp")
     with fresh.open("w") as handle:
         handle.write(text)
@@ -307,7 +284,6 @@ def _write_whole(file: Path, text: str) -> None:
 
 
 def _start_wandb(run_dir: Path, config_json: Mapping[str, Any], tracking: TrackingConfig, *, resuming: bool) -> Any:
-    """A wandb run, or None when it is off or cannot start even offline."""
     if tracking.wandb == "off":
         return None
     import wandb  # takes a second
@@ -345,7 +321,6 @@ def _start_wandb(run_dir: Path, config_json: Mapping[str, Any], tracking: Tracki
 
 
 def _has_key(wandb: Any) -> bool:
-    """Return whether wandb finds credentials, without a prompt and without the network."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,7 +1,6 @@
 """What a person sees of a run: a live line on a terminal, one line per step, a table at the end.
 
-Invariants: without a terminal only whole plain lines are written, no control codes; a rank that does not print still
-measures its phases; showing progress costs the run nothing but a few redraws per second.
+Without a terminal only whole plain lines are written; a rank that does not print still measures its phases.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from specactor.trace import Recorder
 from specactor.types import Trajectory
 
 REDRAWS_PER_S = 4
+# Heading, metric, width and format of a step's line.
 COLUMNS: tuple[tuple[str, str, int, str], ...] = (
     ("reward", "reward/mean", 8, ".3f"),
     ("acc", "accuracy/train", 6, ".3f"),
@@ -32,21 +32,15 @@ COLUMNS: tuple[tuple[str, str, int, str], ...] = (
     ("train s", "time/train_s", 8, ".2f"),
     ("sync s", "time/sync_s", 7, ".2f"),
 )
-"""Heading, metric, width and format of the columns of a step's line."""
 assert all(metric in METRICS for _, metric, _, _ in COLUMNS)
 
 
 class Progress:
-    """Progress of one run on this rank.
-
-    `enabled` redraws a status line on a terminal; `quiet` prints nothing. `on_phase` gets the phase ("" between two)
-    and the number of finished steps, whenever the phase changes. `clock` gives seconds.
-    """
+    """`quiet` prints nothing. `on_phase` gets each new phase ("" between two) and the number of finished steps."""
 
     def __init__(
         self,
         total_steps: int,
-        enabled: bool,
         *,
         quiet: bool = False,
         on_phase: Callable[[str, int], None] | None = None,
@@ -72,7 +66,7 @@ class Progress:
         self._step_times: list[float] = []
         self._last_line: float | None = None
         self._live: Live | None = None
-        if enabled and not quiet and self._console.is_terminal:
+        if not quiet and self._console.is_terminal:
             self._live = Live(
                 get_renderable=self._status, console=self._console, refresh_per_second=REDRAWS_PER_S, transient=True
             )
@@ -89,7 +83,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str, *, announce: bool = False) -> Iterator[None]:
-        """Measure what runs inside, and show its name. ``announce``: also print a line, for phases outside steps."""
+        """Measure what runs inside; ``announce`` prints a line, for phases outside steps."""
         outer = self._phase
         self._enter(name)
         self._phase_begun, self._responses, self._tokens = self._clock(), 0, 0
@@ -109,37 +103,33 @@ class Progress:
         self._step = steps_done
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds per phase since the last call."""
+        """Return seconds per phase since the last call."""
         taken, self._seconds = self._seconds, {}
         return taken
 
     def spent(self) -> dict[str, float]:
-        """Return the seconds per phase since the last call of `seconds`."""
+        """Return the same without a reset."""
         return dict(self._seconds)
 
     def response(self, trajectory: Trajectory) -> None:
-        """Count a finished response, and its tokens into the speed of the running phase."""
         self._responses += 1
         self._tokens += trajectory.num_sampled
         spent = self._clock() - self._phase_begun
         self.update(tokens_per_s=self._tokens / spent if spent > 0 else 0.0)
 
     def count(self, done: int, total: int, *, loss: float) -> None:
-        """Show `done` of `total` supervised steps, and print a line at every fifth of the way."""
         self.update(done=done, total=total, loss=loss)
         if done * 5 // total > (done - 1) * 5 // total:
             self.note(f"{self._phase} {done}/{total}, loss {loss:.4f}")
 
     def update(self, **values: float) -> None:
-        """Set values of the status line: tokens_per_s, reward, accuracy. Cheap; any thread."""
         self._shown = {**self._shown, **values}
 
     def note(self, text: str) -> None:
-        """Print one line, with the seconds since the beginning."""
         self._print(f"[{self._clock() - self._begun:7.1f} s] {text}")
 
     def drafter_problems(self, counts: Mapping[str, Counts]) -> None:
-        """Print what is wrong with drafters, each reason once in a run, however many engines found it."""
+        """Print each reason once in a run."""
         for name, of in counts.items():
             for problem in of.problems:
                 if problem not in self._problems:
@@ -148,7 +138,6 @@ class Progress:
                     self.note(f"drafter {name}: {problem}. That costs speed, and changes no token.")
 
     def step_line(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Print the line of a finished step of ``1..total_steps``; step 0 is what was evaluated before the first."""
         now = self._clock()
         if self._last_line is not None:
             self._step_times.append(now - self._last_line)
@@ -169,7 +158,7 @@ class Progress:
             self._print(f"{name:<{width}}  {value}")
 
     def time_left_s(self) -> float | None:
-        """Seconds that the remaining steps will take at the mean pace of the last ten; None before the first."""
+        """Return None before the first step."""
         recent = self._step_times[-10:]
         if not recent:
             return None
@@ -213,7 +202,6 @@ def duration(seconds: float) -> str:
 def summary_rows(
     lines: Sequence[Mapping[str, Value]], *, seconds: Mapping[str, float], places: Mapping[str, str]
 ) -> list[tuple[str, str]]:
-    """Rows of the final table, from the lines of metrics.jsonl, the seconds per phase, and named paths."""
     rows: list[tuple[str, str]] = []
     for title, name in (("held-out accuracy", "accuracy/eval"), ("reward", "reward/mean")):
         values = [float(line[name]) for line in lines if name in line]
@@ -232,7 +220,6 @@ def summary_rows(
 
 
 def _problems(lines: Sequence[Mapping[str, Value]]) -> list[tuple[str, str]]:
-    """Return the faults of drafters, each reason once, from all parts of a resumed run."""
     found: dict[str, list[str]] = {}
     for line in lines:
         for name, value in line.items():

@@ -1,4 +1,4 @@
-"""A run is a recipe: a function that returns a `Config`, with dotted overrides from the command line.
+"""A run is a recipe: a function that returns a `Config`, with dotted overrides.
 
     load(["quickstart", "--rollout.group-size", "16"])      a module of examples/
     load(["mine/recipe.py:small", "--seed", "1"])           a file, and optionally its function
@@ -43,6 +43,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 QUIET_EXIT_S = 3.0
 IMPORTS = "imports.json"  # in the folder of a run: from where its own functions and classes are imported
 Scalar = str | int | float | bool
+# Short names that other systems use, and the field that is meant.
 USUAL_NAMES = {
     "lr": "train.learning_rate",
     "tp": "parallel.tensor",
@@ -52,7 +53,7 @@ USUAL_NAMES = {
     "etp": "parallel.expert_tensor",
     "cp": "parallel.context",
 }
-"""Short names that other systems use, and the field that is meant."""
+# Settings that runs had -> values with which nothing is lost, and what to do for others.
 REMOVED: dict[str, tuple[tuple[object, ...], str]] = {
     "model.tiny": ((None,), "Use --model.path tiny, or tiny:LAYERS."),
     "data.shuffle": ((True,), "Use --data.order source."),
@@ -72,17 +73,16 @@ REMOVED: dict[str, tuple[tuple[object, ...], str]] = {
     "distillation.keep_rollouts": ((False,), "Use --tracking.record full, and the folder records/ of the run."),
     "eval.sets": (([],), "Name them after the first of --data.eval."),
 }
-"""Settings that runs had -> values with which nothing is lost, and what to do for others."""
+# Settings -> values that they had in another form, and how these are written now.
 FORMER_VALUES = {
     "distillation.refresh": {"every_step": "0.03", "off": "0"},
     "algorithm.dynamic_sampling": {"True": "unequal", "False": "off"},
     "train.routing_replay": {"True": "r3", "False": "off"},
 }
-"""Settings -> values that they had in another form, and how these are written now."""
 
 
 def recipes() -> dict[str, str]:
-    """Name of every recipe in examples/ -> first line of its docstring. Nothing is imported."""
+    """Return the first line of each recipe's docstring, without importing one."""
     found = {}
     for file in sorted(EXAMPLES.glob("*.py")):
         tree = ast.parse(file.read_text())
@@ -92,7 +92,6 @@ def recipes() -> dict[str, str]:
 
 
 def usage(prog: str) -> str:
-    """Return how to call `prog`, and the recipes there are."""
     known = recipes()
     width = max((len(name) for name in known), default=0)
     lines = [
@@ -105,8 +104,8 @@ def usage(prog: str) -> str:
 
 
 def load(argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
-    """Return the config of the recipe ``argv[0]`` with the overrides ``argv[1:]``; ``--help`` prints and exits. Raises
-    ConfigError for an unknown recipe or key, a bad value, or settings that cannot work."""
+    """Return a recipe's config. Raises ConfigError for an unknown recipe or key, or a bad value. ``--help`` prints and
+    exits."""
     if argv and argv[0] in ("-h", "--help"):
         print(usage(prog))
         raise SystemExit(0)
@@ -121,8 +120,7 @@ def load(argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
 
 
 def load_or_exit(argv: Sequence[str], *, prog: str = "train_moe.py", quiet: bool = False) -> Config:
-    """Load for a process entry point: a ConfigError is printed without a traceback, and the process exits with 2. With
-    `quiet` it exits without printing, and later than rank 0: torchrun ends all ranks as soon as one has exited."""
+    """Exit with 2 on a ConfigError; with `quiet` later than rank 0: torchrun ends all ranks at the first exit."""
     try:
         return load(argv, prog=prog)
     except ConfigError as error:
@@ -135,7 +133,7 @@ def load_or_exit(argv: Sequence[str], *, prog: str = "train_moe.py", quiet: bool
 
 
 def override(config: Config, argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
-    """`config` with ``--key.path value`` pairs applied; '-' and '_' mean the same in a key."""
+    """Apply ``--key.path value`` pairs; in keys '-' and '_' mean the same."""
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_key_values)
     for key, former in FORMER_VALUES.items():
@@ -161,13 +159,12 @@ def override(config: Config, argv: Sequence[str], *, prog: str = "train_moe.py")
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    """The config as plain dicts, lists and scalars, ready for ``json.dumps``."""
     plain: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(config)))  # tuples become lists
     return plain
 
 
 def from_json(plain: Mapping[str, Any]) -> Config:
-    """The config that `to_json` was given. Raises ConfigError for unknown keys, wrong types and invalid settings."""
+    """Invert `to_json`. Raises ConfigError for unknown keys, wrong types and invalid settings."""
     plain = dict(json.loads(json.dumps(plain)))
     _rename(plain)
     _drop_removed(plain)
@@ -182,7 +179,6 @@ def from_json(plain: Mapping[str, Any]) -> Config:
 
 
 def _section(plain: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a section of a config, empty where it is not there."""
     for name in filter(None, path.split(".")):
         part = plain.get(name)
         plain = part if isinstance(part, dict) else {}
@@ -190,7 +186,7 @@ def _section(plain: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _rename(plain: dict[str, Any]) -> None:
-    """Bring what runs of before have written under the names and in the form of today."""
+    """Turn what earlier versions wrote into today's names and forms."""
     for section, name in (("rollout.speculation", "draft_model"), ("data", "eval")):
         found = _section(plain, section)
         if isinstance(found.get(name), str):  # until there could be several
@@ -214,7 +210,6 @@ def _rename(plain: dict[str, Any]) -> None:
 
 
 def _drop_removed(plain: dict[str, Any]) -> None:
-    """Leave out settings that are no more. Raises ConfigError for one that did something."""
     for path, (idle, way) in REMOVED.items():
         section, _, name = path.rpartition(".")
         found = _section(plain, section)
@@ -223,7 +218,7 @@ def _drop_removed(plain: dict[str, Any]) -> None:
 
 
 def keep_imports(run: Path) -> None:
-    """Write down from which folders this process imports what is not installed."""
+    """Write down from where this process imports what is not installed."""
     installed = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     known = (*installed, EXAMPLES.parent / "launch")
     folders = [Path(place).absolute() for place in sys.path if Path(place).is_dir()]
@@ -233,7 +228,6 @@ def keep_imports(run: Path) -> None:
 
 
 def imports_of(run: Path) -> list[str]:
-    """Return these folders, of a run; none of one that did not write them down."""
     return list(json.loads((run / IMPORTS).read_text())) if (run / IMPORTS).exists() else []
 
 
@@ -290,7 +284,7 @@ def _read_json(file: Path) -> Config:
 
 
 def _module(where: str) -> ModuleType:
-    """Imports a recipe, with the folders on the path from which its ``module:function`` settings are imported."""
+    """Import a recipe; its folder stays on the path for ``module:function`` settings."""
     _importable(EXAMPLES.parent)
     if not where.endswith(".py"):
         known = recipes()
@@ -320,7 +314,7 @@ def _importable(folder: Path) -> None:
 
 
 def _key_values(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    """tyro rule: a dict is ``--data.params max_n=9999 lazy=true``, and replaces the recipe's whole dict."""
+    """Read ``--data.params max_n=9999 lazy=true``, which replaces the recipe's whole dict."""
     if info.type != dict[str, Scalar]:
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
@@ -352,7 +346,6 @@ def _show(value: Scalar) -> str:
 
 @contextmanager
 def one_line_errors(argv: Sequence[str], unknown: Callable[[str], str]) -> Iterator[None]:
-    """Raise ConfigError in place of tyro's box of errors; `unknown` words an unknown setting."""
 
     def reject(event: tyro_errors.ParseErrorEvent) -> NoReturn:
         raise ConfigError(_one_line(event, argv, unknown))
@@ -362,7 +355,6 @@ def one_line_errors(argv: Sequence[str], unknown: Callable[[str], str]) -> Itera
 
 
 def _one_line(event: tyro_errors.ParseErrorEvent, argv: Sequence[str], unknown: Callable[[str], str]) -> str:
-    """Return tyro's objection in the house form."""
     if isinstance(event, tyro_errors.UnrecognizedArgs):
         return unknown(event.tokens[0])
     if isinstance(event, tyro_errors.MissingArgs):
@@ -379,13 +371,11 @@ def _one_line(event: tyro_errors.ParseErrorEvent, argv: Sequence[str], unknown: 
 
 
 def _given(flag: str, argv: Sequence[str]) -> str:
-    """The value after `flag` on the command line, as the user wrote it, for a message."""
     value = _value_of(flag, argv)
     return "no value" if value is None or value.startswith("--") else repr(value)
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:
-    """Return the word after `flag` on the command line, or behind its equals sign."""
     for word, following in zip(argv, [*argv, None][1:], strict=True):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == flag.replace("_", "-"):
@@ -415,7 +405,6 @@ def _unknown_key(token: str, config: Config) -> str:
 
 
 def nearest_keys(key: str, config: Config) -> list[str]:
-    """Return at most two fields of `config` that `key` may stand for, the best first."""
     wrong_section, _, wrong_leaf = key.rpartition(".")
     if wrong_leaf in USUAL_NAMES:
         return [USUAL_NAMES[wrong_leaf]]
@@ -433,7 +422,6 @@ def nearest_keys(key: str, config: Config) -> list[str]:
 
 
 def _keys(tree: DataclassInstance, prefix: str = "") -> list[str]:
-    """Return the dotted path of every leaf of a tree of dataclasses."""
     found: list[str] = []
     for item in fields(tree):
         value = getattr(tree, item.name)

@@ -1,7 +1,7 @@
-"""One HTML page of a run: what it was, what it reached, and its metrics over the steps.
+"""One HTML page of a run: recipe, results, and metrics over the steps.
 
-Invariants: the page has no script and needs no network, as its security policy says; texts from files are escaped;
-the same files give the same page; a missing metric is not drawn; a value that was not finite is a hole in its curve.
+Invariants: no script and no network, as its security policy says; texts from files are escaped; equal files give equal
+pages; a value that was not finite is a hole in its curve.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from specactor.metrics import Value, read_metrics
 ENDS = 5  # steps that are averaged at each end of the rewards
 MARKED = 20  # most points of a curve that also get a mark each; a single point would be invisible without
 START = ("data", "warm-up", "engines")  # phases before the steps, at a start or resume
+# Phases of an RL step in their order, with their colours.
 PHASES = dict(
     rollout="#4c6a92",
     reward="#d9a441",
@@ -40,12 +41,11 @@ PHASES = dict(
     eval="#b8c4a0",
     checkpoint="#9a9a9a",
 )
-"""Phases of an RL step in their order, with their colours."""
 SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 EVAL, GAP = "accuracy/eval", "agreement/logprob_gap_max"
 BARE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True}
+# The salt makes ids the same from call to call; a name with "$" is no formula.
 LOOK: Any = BARE | {"grid.alpha": 0.25, "legend.frameon": False, "svg.hashsalt": "specactor", "text.parse_math": False}
-"""Of all plots. The salt makes ids the same from call to call; a name with "$" is no formula."""
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 STYLE = """
 :root { color-scheme: light; font: 16px/1.5 system-ui, sans-serif; }
@@ -84,7 +84,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """Read a run's folder. Raises DataError when it is none, or a file in it is not what a run writes."""
+        """Read a run. Raises DataError for a folder or file of none."""
         expected = "expected the folder of a run, with lines in metrics.jsonl. Name for example runs/quickstart."
         if not (folder / "metrics.jsonl").is_file():
             raise DataError(f"{folder}: got no metrics.jsonl, {expected}")
@@ -100,23 +100,21 @@ class Run:
         return cls(name=name, config=config, lines=lines, has_summary=(folder / "summary.json").exists())
 
     def points(self, metric: str) -> dict[int, float]:
-        """Step -> value where the metric was logged, in order; nan where it was not finite."""
+        """Return step -> value, in order; nan where it was not finite."""
         logged = {int(line["step"]): line[metric] for line in self.lines if metric in line}
         numbers = {step: float(value) for step, value in logged.items() if isinstance(value, int | float)}
         return {step: value if math.isfinite(value) else math.nan for step, value in numbers.items()}
 
     def finite(self, metric: str) -> dict[int, float]:
-        """Step -> value where the metric was logged and finite, in order."""
         return {step: value for step, value in self.points(metric).items() if math.isfinite(value)}
 
     def totals(self, *metrics: str) -> list[float]:
-        """Sums over the steps at which all of the metrics are finite; nan when there is no such step."""
+        """Sum over the steps at which all of the metrics are finite; nan without such a step."""
         found = [self.finite(metric) for metric in metrics]
         steps = [step for step in found[0] if all(step in of for of in found)]
         return [sum(of[step] for step in steps) if steps else math.nan for of in found]
 
     def setting(self, path: str) -> Any:
-        """Return what config.json has at a dotted path; None when it is not there."""
         value: Any = self.config
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -130,7 +128,6 @@ class Run:
 
     @property
     def drafters(self) -> dict[str, str]:
-        """Names under ``speculation/`` with their colours; "off", rounds of plain decoding, is grey."""
         keys = [key for line in self.lines for key in line if key.startswith("speculation/")]
         names = dict.fromkeys(key.partition("/")[2].rpartition("/")[0] for key in keys)
         return {name: "#9a9a9a" if name == "off" else f"C{i % 10}" for i, name in enumerate(names)}
@@ -150,7 +147,6 @@ def page(run: Run) -> str:
 
 
 def facts(run: Run) -> Rows:
-    """Return (name, value) of the recipe, without settings that config.json lacks."""
     get, mode = run.setting, run.setting("rollout.speculation.mode")
     rows: dict[str, Iterable[Any]] = {
         "Model": [get("model.path"), get("model.dtype")],
@@ -167,7 +163,6 @@ def facts(run: Run) -> Rows:
 
 
 def results(run: Run) -> Rows:
-    """Return (name, value) of what was reached; a dash where the run has no such figure."""
     held_out = run.finite(EVAL)
     last = max(held_out, default=0)
     rewards, gaps = list(run.finite("reward/mean").values()), run.finite(GAP)
@@ -188,7 +183,6 @@ def results(run: Run) -> Rows:
 
 
 def seconds(run: Run) -> Rows:
-    """A heading, then per phase its seconds in all, and per RL step where it belongs to one."""
     steps = max(1, sum(int(line["step"]) > 0 for line in run.lines))
     rows: Rows = [("phase", "in all", "per RL step")]
     for phase in (*START, *PHASES):
@@ -199,7 +193,6 @@ def seconds(run: Run) -> Rows:
 
 
 def drafting(run: Run) -> Rows:
-    """A heading, then what each drafter did over the run. A step without a drafter counts as a share of 0."""
     sums = {"drafted": ",.0f", "accepted": ",.0f", "wasted": ",.0f", "draft_s": ",.2f", "verify_s": ",.2f"}
     head = ("drafter", *sums, "predicted_s / measured_s", "accept_rate", "mean accept_length", "mean share_of_rounds")
     rows: Rows = [tuple(word.replace("_", " ") for word in head)]
@@ -250,7 +243,7 @@ def training() -> list[Panel]:
 
 def speculation(run: Run) -> list[Panel]:
     def of(*parts: tuple[str, str, str]) -> list[Curve]:
-        """Return curves of every drafter, from (label with {}, last part of the metric, style)."""
+        """`parts` are (label with {}, last part of the metric, style)."""
         pairs = [(name, colour, part) for name, colour in run.drafters.items() for part in parts]
         return [(label.format(n), f"speculation/{n}/{key}", colour, style) for n, colour, (label, key, style) in pairs]
 
@@ -278,12 +271,10 @@ def speculation(run: Run) -> list[Panel]:
 
 
 def _number(value: float, over: float = 1.0, *, form: str) -> str:
-    """Format value / over; a dash where that is no number."""
     return format(value / over, form) if over and math.isfinite(value / over) else "-"
 
 
 def table(title: str, rows: Rows) -> str:
-    """A card. Rows of two cells are names and texts; longer ones are numbers, under a heading."""
     if not rows:
         return ""
     cells = [[escape(cell) for cell in row] for row in rows]
@@ -295,7 +286,7 @@ def table(title: str, rows: Rows) -> str:
 
 
 def _figures(run: Run, panels: Sequence[Panel]) -> str:
-    """A card per panel. As images, pictures share no ids with each other, and nothing in them could run."""
+    """As images, pictures share no ids, and nothing in them could run."""
     cards = []
     for title, unit, draw in panels:
         with rc_context(LOOK):
@@ -329,7 +320,6 @@ def _curves(curves: Sequence[Curve], *, unit: float = 1, bottom: float | None = 
 
 
 def _stack(layers: Sequence[Curve]) -> Draw:
-    """Draw columns of RL steps, the first layer lowest."""
 
     def draw(axes: Axes, run: Run) -> None:
         found = [run.finite(metric) for _, metric, *_ in layers]
@@ -362,7 +352,6 @@ def _gap(axes: Axes, run: Run) -> None:
 
 
 def _by_position(axes: Axes, run: Run) -> None:
-    """Draw a bar per position and drafter, from sums over the run."""
     width = 0.8 / len(run.drafters)
     for i, (name, colour) in enumerate(run.drafters.items()):
         key = f"speculation/{name}/".__add__
@@ -387,7 +376,6 @@ def _predictions(axes: Axes, run: Run) -> None:
 
 
 def write(folder: Path, out: Path | None = None) -> Path:
-    """Write the page of the run in `folder` to `out`, by default its report.html, and return that path."""
     text, file = page(Run.read(folder)), out or folder / "report.html"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")

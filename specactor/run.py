@@ -71,10 +71,12 @@ def run(
     failures: Failures,
     store: Store | None = None,
 ) -> None:
-    """Train the policy of `config`. Called on every rank; raises SpecActorError on every rank when one fails.
+    """Train the policy. Raises SpecActorError on every rank when one fails.
 
-    `local_rank` numbers the ranks of a host, and its devices; `head` is the host of rank 0, as the others know it;
-    `failures` is told who takes part; in `store` the ranks find each other, by default in the launcher's.
+    Args:
+        local_rank: number of the rank, and of its device, on its host.
+        head: host of rank 0, as the others know it.
+        store: the ranks meet in it; by default in the launcher's.
     """
     policy = model_shape(config)
     layout = check(config, world, policy)
@@ -93,7 +95,7 @@ def run(
         folder = RunFolder.of(config)
         resume = collective.together("run folder", lambda: checkpoint_to_resume(config, folder))
         note_phase = _status_writer(folder, config.train.steps, members) if rank == 0 else None
-        shown = Progress(config.train.steps, enabled=rank == 0, quiet=rank != 0, on_phase=note_phase)
+        shown = Progress(config.train.steps, quiet=rank != 0, on_phase=note_phase)
         progress = stack.enter_context(shown)
         config = _planned(config, members, collective, progress)
         actor = _build(_Job(config, folder, collective, members, head, progress, stack), layout)
@@ -125,7 +127,6 @@ def _resume(actor: SpecActor, checkpoint_dir: Path, config: Config, progress: Pr
 
 
 def _status_writer(folder: RunFolder, steps: int, members: Sequence[Member]) -> Callable[[str, int], None]:
-    """Keeps ``status.json`` up to date; for rank 0, whose parent is the launcher."""
     launcher, ranks = os.getppid(), tuple(member.pid for member in members)
 
     def write(phase: str, step: int) -> None:
@@ -135,8 +136,7 @@ def _status_writer(folder: RunFolder, steps: int, members: Sequence[Member]) -> 
 
 
 def model_shape(config: Config) -> ModelShape:
-    """Return the shape of the model that will be trained, before it exists. Raises ConfigError when it cannot be
-    read."""
+    """Return the policy's shape. Raises ConfigError when it cannot be read."""
     if config.model.tiny is not None:
         return ModelShape.of_tiny(config.model.tiny, VOCAB_SIZE)
     return ModelShape.read(Path(config.model.path))
@@ -144,21 +144,16 @@ def model_shape(config: Config) -> ModelShape:
 
 @dataclass(frozen=True)
 class _Job:
-    """It is what the parts of a run are built with."""
-
     config: Config
     folder: RunFolder
     collective: Collective
     members: Sequence[Member]
-    head: str
-    """The host of rank 0."""
+    head: str  # host of rank 0
     progress: Progress
-    stack: ExitStack
-    """What is entered here ends with the run."""
+    stack: ExitStack  # what is entered here ends with the run
 
 
 def _build(job: _Job, layout: Layout) -> SpecActor:
-    """Make model, data, drafters, engines and trainer."""
     config, folder, collective, progress = job.config, job.folder, job.collective, job.progress
     with progress.phase("data", announce=True):
         start = initial_model(config, collective)
@@ -211,7 +206,6 @@ def _build(job: _Job, layout: Layout) -> SpecActor:
 
 
 def _start_engines(job: _Job, start: Path) -> tuple[EnginePool, DrafterPool]:
-    """Start this rank's engines and drafters, without waiting for them."""
     config = job.config
     drafters, access_of = start_drafters(
         *(config, job.collective, job.members, _places(config, job.members), job.stack),
@@ -228,7 +222,7 @@ def _start_engines(job: _Job, start: Path) -> tuple[EnginePool, DrafterPool]:
 
 
 def _planned(config: Config, members: Sequence[Member], collective: Collective, progress: Progress) -> Config:
-    """Decide who drafts in this job, where measured costs can say."""
+    """Decide who drafts, where measured costs can say."""
     speculation = config.rollout.speculation
     if speculation.mode != "auto" or not speculation.cost_table:
         return config
@@ -239,7 +233,6 @@ def _planned(config: Config, members: Sequence[Member], collective: Collective, 
 
 
 def _distillation(job: _Job, trainer: PolicyTrainer, pool: EnginePool, drafters: DrafterPool) -> Distillation | None:
-    """Return what keeps the draft model fresh, where that is wanted."""
     settings = DraftTrainingConfig.of(job.config.distillation)
     if settings.refresh == 0:
         return None
@@ -261,7 +254,7 @@ def _distillation(job: _Job, trainer: PolicyTrainer, pool: EnginePool, drafters:
 
 
 def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, dict[str, Dataset]]:
-    """Problems to learn from, and held-out sets by name, none of whose problems is among the first."""
+    """Return what is learned from, and held-out sets, whose problems it does not have."""
     room = longest_prompt(config, model_shape(config).max_position)
     data, count = config.data, config.eval.problems
     sets = [build_dataset(s, tokenizer, max_prompt_tokens=room) for s in (data.train_source, *data.mixed_sources)]
@@ -288,7 +281,6 @@ def _weights(trainer: PolicyTrainer, members: Sequence[Member]) -> WeightSource:
 
 
 def _own_engines(job: _Job, model_dir: Path, access_of: Callable[[int], DrafterAccess]) -> list[EngineSpec]:
-    """The engines that this rank starts, drives and stops."""
     config, members = job.config, job.members
     p, engine = config.parallel, config.rollout.engine
     if config.train.routing_replay == "r3":
@@ -318,7 +310,7 @@ def _own_engines(job: _Job, model_dir: Path, access_of: Callable[[int], DrafterA
 
 
 def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
-    """Return for each engine the rank that starts it and its first device there."""
+    """Return for each engine the rank that starts it, and its first device there."""
     views, local_ranks = [member.view for member in members], [member.local_rank for member in members]
     size, pooled = config.parallel.engine_tensor, config.lends_devices
     return [
@@ -328,7 +320,6 @@ def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
 
 
 def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None:
-    """Step until done; evaluate, log and save when due; export at the end."""
     config, progress = actor.config, actor.progress
     actor.recorder.started(actor.steps_done, actor.rollouts.state())
     replay = actor.collective.together("replay", folder.read_replay)
@@ -364,7 +355,6 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
 
 
 def _replay(actor: SpecActor, replay: Replay, tracker: Tracker | None) -> None:
-    """Step as far as another run is to be run again; records are what comes of it."""
     while actor.steps_done < replay.step - bool(replay.alone):
         metrics = actor.step()
         _log(actor, tracker, actor.steps_done, metrics)
@@ -374,7 +364,7 @@ def _replay(actor: SpecActor, replay: Replay, tracker: Tracker | None) -> None:
 
 
 def _write_checkpoint(actor: SpecActor, folder: RunFolder, unfinished: list[Callable[[], Path]]) -> None:
-    """Write a checkpoint if one is due, and append what makes it whole, once the step's metrics are on disk."""
+    """Write one if due; append to `unfinished` what makes it whole once the step's metrics are on disk."""
     done, every, keep = actor.steps_done, actor.config.checkpoint.every, actor.config.checkpoint.keep
     if done != actor.config.train.steps and not (every and done % every == 0):
         return
@@ -385,7 +375,6 @@ def _write_checkpoint(actor: SpecActor, folder: RunFolder, unfinished: list[Call
 
 
 def _evaluate(actor: SpecActor, folder: RunFolder) -> dict[str, float]:
-    """Held-out accuracy; rank 0 writes the responses beside the metrics."""
     sets = actor.rollouts.evaluate()
     temperature = actor.config.rollout.temperature if actor.config.eval.samples > 1 else 0.0
     if actor.collective.rank == 0:
@@ -397,7 +386,6 @@ def _evaluate(actor: SpecActor, folder: RunFolder) -> dict[str, float]:
 
 
 def _log(actor: SpecActor, tracker: Tracker | None, step: int, metrics: dict[str, float]) -> None:
-    """Add times and memory, which are this rank's and all ranks' largest; write on rank 0."""
     # Without the guards, which share what they hold with the warm starter.
     pids = [engine.pid for engine in actor.pool.engines if engine.alive]
     engines = sum(rss_bytes(pid, children=True) - rss_bytes(pid) for pid in pids)

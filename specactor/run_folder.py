@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and the rule for starting in a folder that already holds one."""
+"""The files of a run, and the rule for starting in a folder that already holds one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from specactor.config import Config
@@ -29,12 +30,9 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """This is what is run again of another run."""
-
-    step: int
-    """The last."""
+    step: int  # the last
     alone: tuple[str, ...] = ()
-    """Of that step, these groups ("3") and responses ("3.1") alone, one after the other; they are not learned from."""
+    """of that step, these groups ("3") and responses ("3.1") alone; they are not learned from"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,6 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per step."""
         return self.root / "metrics.jsonl"
 
     @property
@@ -56,18 +53,15 @@ class RunFolder:
 
     @property
     def replay(self) -> Path:
-        """Return where this run is a replay: the `Replay` that it does."""
         return self.root / "replay.json"
 
     def read_replay(self) -> Replay | None:
         if not self.replay.exists():
             return None
-        fields = json.loads(self.replay.read_text())
-        return Replay(step=fields["step"], alone=tuple(fields["alone"]))
+        return msgspec.json.decode(self.replay.read_bytes(), type=Replay)
 
     @property
     def export(self) -> Path:
-        """The final policy in Hugging Face format."""
         return self.root / "export"
 
     @property
@@ -76,26 +70,22 @@ class RunFolder:
 
     @property
     def status(self) -> Path:
-        """The `Status` of a run that is going on, or the last before it ended."""
         return self.root / "status.json"
 
     def write_status(self, status: Status) -> None:
-        """Replace the status: a reader sees the old or the new one, whole. Not forced to the disk."""
+        """Replace it: a reader sees the old or the new one, whole. It is not forced to the disk."""
         self.root.mkdir(parents=True, exist_ok=True)
         fresh = self.status.with_name("status.json.tmp")
         fresh.write_text(json.dumps(asdict(status)) + "\n")
         fresh.replace(self.status)
 
     def read_status(self) -> Status | None:
-        """Return None before the run's first phase."""
         try:
-            fields = json.loads(self.status.read_text())
+            return msgspec.json.decode(self.status.read_bytes(), type=Status)
         except FileNotFoundError:
             return None
-        return Status(**fields | {"rank_pids": tuple(fields["rank_pids"])})
 
     def trace(self, step: int, host: int = 0) -> Path:
-        """Return the trace of an RL step on one host of the job; those of host 0 have no number."""
         return self.root / "traces" / (f"step-{step:06}" + (f"-host-{host}" if host else "") + ".json")
 
     def write_traces(self, step: int, spans: Sequence[Mapping[str, Sequence[Span]]]) -> None:
@@ -106,11 +96,9 @@ class RunFolder:
 
     @property
     def draft_model(self) -> Path:
-        """The draft model at the end, in Hugging Face format, where it was kept fresh."""
         return self.root / "draft_model"
 
     def evaluation(self, step: int, name: str = "eval") -> Path:
-        """Held-out problems of a set and the policy's responses after `step` RL steps, one JSON object per line."""
         return self.root / "evaluations" / f"step-{step:06}{'' if name == 'eval' else f'-{name}'}.jsonl"
 
     def write_evaluation(
@@ -142,8 +130,8 @@ class RunFolder:
 
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Path | None:
-    """Return the checkpoint that `config.resume` asks for; None to start at step 0. Raises ConfigError when the folder
-    holds a run and resume is off, CheckpointError when a named one is missing."""
+    """Return None to start at step 0. Raises ConfigError for an existing run without resume, CheckpointError for a
+    missing checkpoint."""
     if config.resume == "off":
         if folder.metrics.exists():
             raise ConfigError.at(

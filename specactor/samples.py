@@ -1,7 +1,6 @@
-"""Who holds the samples of a step. A response stays on the rank whose engine gave it, and goes to ranks that read it.
+"""A response stays on the rank whose engine gave it, and goes to ranks that read it.
 
-Invariants: every rank knows of every sample its lengths and what statistics need; the values of a sample are here or
-elsewhere; reading what is elsewhere is an error.
+Invariants: every rank knows every sample's lengths and statistics; reading values that are elsewhere is an error.
 """
 
 from __future__ import annotations
@@ -23,16 +22,14 @@ from specactor.types import ScoredGroup, TrainSequence, Trajectory
 
 Sample = TypeVar("Sample", Trajectory, TrainSequence)
 
+# Fields of a response, and of its branches, that other ranks do not hold.
 OF_RESPONSE = ("prompt_ids", "token_ids", "logprobs", "routed_experts")
-"""The fields of a response, and of its branches, that other ranks do not hold."""
+# The same of a `TrainSequence`.
 OF_SEQUENCE = ("token_ids", "rollout_logprobs", "routed_experts")
-"""The same of what is learned from."""
 
 
 @dataclass(frozen=True)
 class Elsewhere(Sequence[Any]):
-    """Values that another rank holds; how many they are, and of which type, is known."""
-
     typecode: str  # of `array.array`
     size: int
     rank: int
@@ -49,7 +46,7 @@ class Elsewhere(Sequence[Any]):
 
 
 def packed(response: Trajectory) -> Trajectory:
-    """Return the response with arrays in place of tuples, of the smallest types that hold its tokens and experts."""
+    """Replace tuples by arrays of the smallest types."""
     ids = "H" if max(chain(response.prompt_ids, response.token_ids), default=0) < 1 << 16 else "i"
     experts = experts_of(response.routed_experts)
     experts = experts.astype(np.uint8 if experts.max(initial=0) < 1 << 8 else np.int16)
@@ -64,21 +61,19 @@ def packed(response: Trajectory) -> Trajectory:
 
 
 def experts_of(routed_experts: bytes | Sequence[int]) -> np.ndarray[Any, Any]:
-    """Return the experts, of bytes as engines give them or of an array."""
     if isinstance(routed_experts, bytes):
         return np.frombuffer(routed_experts, np.int16)
     return np.asarray(routed_experts)
 
 
 def joined(prompt: Sequence[int], response: Sequence[int]) -> Sequence[int]:
-    """Return a sample's tokens, here or elsewhere."""
     if isinstance(prompt, Elsewhere):
         return replace(prompt, size=len(prompt) + len(response))
     return prompt + response  # type: ignore[operator, no-any-return]  # two tuples, or two arrays
 
 
 def told(own: Sequence[Trajectory], collective: Collective) -> list[Trajectory]:
-    """Return the packed responses of all ranks, by rank, those of others without their values. Collective."""
+    """Return all ranks' packed responses, by rank, those of others without their values. Collective."""
     heads = list(map(_head, own))
     found: list[Trajectory] = []
     for rank, part in enumerate(collective.gather(heads, list[tuple[Trajectory, list[list[tuple[str, int]]]]])):
@@ -87,7 +82,6 @@ def told(own: Sequence[Trajectory], collective: Collective) -> list[Trajectory]:
 
 
 def _head(response: Trajectory) -> tuple[Trajectory, list[list[tuple[str, int]]]]:
-    """(the response without values, type and number of those of it and of its branches)."""
     nothing: dict[str, Any] = {name: b"" if name == "routed_experts" else () for name in OF_RESPONSE}
     values = [[getattr(t, name) for name in OF_RESPONSE] for t in (response, *response.branches)]
     head = replace(response, **nothing, branches=tuple(replace(branch, **nothing) for branch in response.branches))
@@ -95,7 +89,6 @@ def _head(response: Trajectory) -> tuple[Trajectory, list[list[tuple[str, int]]]
 
 
 def _there(head: Trajectory, values: Sequence[Sequence[tuple[str, int]]], rank: int) -> Trajectory:
-    """Return a response that another rank holds."""
     there: list[dict[str, Any]] = [
         {name: Elsewhere(*value, rank) for name, value in zip(OF_RESPONSE, of_one, strict=True)} for of_one in values
     ]
@@ -104,10 +97,7 @@ def _there(head: Trajectory, values: Sequence[Sequence[tuple[str, int]]], rank: 
 
 
 def fetch(samples: Sequence[Sample], wanted: Iterable[int], fields: Sequence[str]) -> list[Sample]:
-    """Return the samples, of those `wanted` on this rank the `fields` here, with those of their branches. Collective.
-
-    Each value travels once to each rank that wants it, from the rank that holds it into the array that stays.
-    """
+    """Return the samples, with `fields` of those `wanted` and of their branches on this rank. Collective."""
     parts = list(map(_with_branches, samples))
     owners = chain(*([i] * len(part) for i, part in enumerate(parts)))
     asked = {*wanted}
@@ -153,7 +143,7 @@ def is_here(response: Trajectory) -> bool:
 
 
 def whole(groups: Sequence[ScoredGroup], *, wanted: bool) -> list[ScoredGroup]:
-    """Return the groups with all their responses here, where this rank wants them. Collective."""
+    """Bring all responses here, where this rank wants them. Collective."""
     flat = [response for group in groups for response in group.trajectories]
     found = iter(fetch(flat, range(len(flat)) if wanted else (), OF_RESPONSE))
     return [replace(group, trajectories=tuple(next(found) for _ in group.trajectories)) for group in groups]

@@ -1,8 +1,6 @@
-"""What the processes of a rollout did when, for Perfetto (https://ui.perfetto.dev). PURE: times are passed in.
+"""What processes did when, for Perfetto (https://ui.perfetto.dev). PURE.
 
-Times are seconds of `time.perf_counter`, one clock for all processes of a host; clocks of two hosts are unrelated.
-
-Invariants: memory is bounded, the oldest spans go first; a recorder that is off keeps nothing.
+Times are seconds of `time.perf_counter`, one clock per host.
 """
 
 from __future__ import annotations
@@ -14,12 +12,11 @@ import msgspec
 
 CAPACITY = 100_000  # spans that a recorder keeps
 Detail = int | float | str
-_ROUNDS = "rounds"
-"""The lane of an engine rank."""
+_ROUNDS = "rounds"  # the lane of an engine rank
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Something that took time, or, with `end_s == start_s`, that happened."""
+    """An instant has `end_s == start_s`."""
 
     lane: str  # of the process: what stands beside another lane goes on at the same time
     name: str
@@ -41,16 +38,13 @@ class Recorder:
         self.span(lane, name, at_s, at_s, **details)
 
     def take(self) -> list[Span]:
-        """Return the spans since the last call."""
         taken = list(self._spans)
         self._spans.clear()
         return taken
 
 
 class RoundTrace:
-    """Records the rounds of an engine rank; plain ones that follow each other are one span.
-
-    Where nobody traces, each round costs a comparison."""
+    """Consecutive plain rounds are one span. While off, a round costs a comparison."""
 
     def __init__(self) -> None:
         self.recorder = Recorder()
@@ -70,7 +64,7 @@ class RoundTrace:
         rows: int,
         emitted: int,
     ) -> None:
-        """A round that could have drafts; its tokens are handed out last. SGLang's own time is a gap."""
+        """Record a round that could have drafts; its tokens are handed out last. SGLang's own time is a gap."""
         if not self.recorder.on:
             return
         self.end_stretch()
@@ -80,28 +74,26 @@ class RoundTrace:
         self.recorder.span(_ROUNDS, "emit", ended_s, emitted_s, tokens=emitted)
 
     def plain(self, began_s: float, ended_s: float) -> None:
-        """A round on SGLang's own path."""
         if not self.recorder.on:
             return
         start_s, _, count = self._stretch or (max(began_s, self._emitted_s), ended_s, 0)
         self._stretch = start_s, ended_s, count + 1
 
     def end_stretch(self) -> None:
-        """What comes next is no plain round."""
         if self._stretch is not None:
             start_s, end_s, count = self._stretch
             self.recorder.span(_ROUNDS, "plain", start_s, end_s, rounds=count)
             self._stretch = None
 
     def take(self, *, on: bool) -> list[Span]:
-        """What was recorded since the last call. Args: whether to record from now on."""
+        """Record from now on if `on`."""
         self.end_stretch()
         self.recorder.on = on
         return self.recorder.take()
 
 
 def chrome_trace(processes: Mapping[str, Sequence[Span]]) -> bytes:
-    """The spans of each process (by its name) as JSON in Chrome's trace event format; time 0 is the first start."""
+    """Encode each process by its name in Chrome's trace event format; time 0 is the first start."""
     origin = min((span.start_s for spans in processes.values() for span in spans), default=0.0)
     events: list[dict[str, object]] = []
     for pid, (process, spans) in enumerate(processes.items(), 1):
@@ -116,7 +108,7 @@ def chrome_trace(processes: Mapping[str, Sequence[Span]]) -> bytes:
 
 
 def _event(span: Span, *, pid: int, tid: int, origin: float) -> dict[str, object]:
-    """Make an event; Chrome counts in microseconds."""
+    """Chrome counts in microseconds."""
     common = {"name": span.name, "pid": pid, "tid": tid, "ts": (span.start_s - origin) * 1e6, "args": span.details}
     if span.end_s == span.start_s:
         return {"ph": "i", "s": "t", **common}

@@ -1,7 +1,4 @@
-"""Core types on the host side: frozen, keyword-only, no tensors.
-
-Lengths count tokens; times are seconds; log-probabilities are natural logarithms.
-"""
+"""Core types on the host side, without tensors. Lengths count tokens; log-probabilities are natural logarithms."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One task for the policy: the text of a prompt, and what is needed to score a response."""
-
     index: int  # position in its data set; stable across runs, part of a request's seed
     prompt: str
     prompt_ids: tuple[int, ...]
@@ -26,15 +21,13 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnProblem(Problem):
-    """A problem of a step."""
-
     epoch: int  # in which it was drawn, from 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling of a request. The defaults leave the distribution whole. Biases are applied first, then the temperature,
-    then top-k and top-p together."""
+    """The defaults leave the distribution whole. Biases apply first, then the temperature, then top-k and top-p
+    together."""
 
     temperature: float
     max_new_tokens: int
@@ -48,7 +41,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionSpan:
-    """Tokens [start, end) of a response were generated at one policy version."""
+    """Tokens [start, end) of a response were sampled at one policy version."""
 
     version: int
     start: int
@@ -57,7 +50,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """The first tokens of a response that is not finished, by whatever engines and in whatever steps."""
+    """The first tokens of an unfinished response, by whatever engines and in whatever steps."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # as of `Trajectory`: each is of the policy that the token was sampled from
@@ -67,7 +60,7 @@ class Begun:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRequest:
-    """One response to generate. Equal requests at equal weights give equal tokens, whatever else runs."""
+    """Equal requests at equal weights give equal tokens, whatever else runs."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -83,54 +76,43 @@ class RolloutRequest:
 class Trajectory:
     """One response; of a conversation all turns, and what its environment said in between.
 
-    Ids, log-probabilities and experts are tuples and bytes while it is generated. A step has them in arrays, or not at
-    all: `specactor.samples` says where they are.
+    Values are tuples and bytes while it is generated, then arrays, here or elsewhere (`specactor.samples`).
     """
 
     request_id: str
     group_id: int
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    """Of each token under the policy at the sampling temperature; 0 where `loss_mask` is False."""
+    logprobs: Sequence[float]  # under the policy at the sampling temperature; 0 where `loss_mask` is False
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
     seed: int = 0  # of its request
     routed_experts: bytes | Sequence[int] = b""
-    """Experts that computed each token of prompt and response but the last, in every layer, as the pass chose them that
-    the engine sampled from: [tokens - 1, layers, experts per token] in C order; bytes are of int16, little endian.
-    Empty unless ``train.routing_replay = r3`` or ``enable_return_routed_experts`` asks for it."""
-    loss_mask: tuple[bool, ...] = ()
-    """Of each token, whether the policy sampled it; False: the environment said it. Empty: all were sampled."""
-    reward: float | None = None
-    """What an environment or a verifier gave; None: the response is to be scored."""
-    failure: str = ""
-    """Why the environment could not go on, or the verifier gave no score; empty: it did."""
-    environment_s: float = 0.0
-    """Time that the environment took, over all turns; 0 where there is none."""
-    branches: tuple[Trajectory, ...] = ()
-    """Further sequences of an agent's session, which share its reward."""
+    """[tokens - 1, layers, experts per token] in C order, bytes as int16, little endian: the experts of each token of
+    prompt and response but the last, as the pass chose them that the engine sampled from. Empty unless
+    ``train.routing_replay = r3`` or ``enable_return_routed_experts`` asks for it."""
+    loss_mask: tuple[bool, ...] = ()  # False: the environment said it; empty: the policy sampled all
+    reward: float | None = None  # an environment's or a verifier's; None: still to be scored
+    failure: str = ""  # why there is no reward; empty: nothing failed
+    environment_s: float = 0.0  # over all turns; 0 without an environment
+    branches: tuple[Trajectory, ...] = ()  # further sequences of an agent's session, which share its reward
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled."""
         own = sum(self.loss_mask) if self.loss_mask else len(self.token_ids)
         return own + sum(branch.num_sampled for branch in self.branches)
 
     @property
     def first_turn(self) -> Trajectory:
-        """Without what an environment said, and what came after that."""
         end = self.first_turn_len
         return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end]) if self.loss_mask else self
 
     @property
     def first_turn_len(self) -> int:
-        """Tokens before an environment says something."""
         return (*self.loss_mask, False).index(False) if self.loss_mask else len(self.token_ids)
 
     @property
     def num_turns(self) -> int:
-        """Stretches of sampled tokens."""
         mask = self.loss_mask or (True,)
         own = sum(now and not before for before, now in zip((False, *mask), mask, strict=False))
         return own + sum(branch.num_turns for branch in self.branches)
@@ -138,8 +120,6 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredGroup:
-    """The responses to one prompt, and what each earned."""
-
     problem: Problem
     trajectories: tuple[Trajectory, ...]
     scores: tuple[float, ...]  # the verifier's, in [0, 1]; an environment's may be any number
@@ -148,20 +128,17 @@ class ScoredGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSequence:
-    """One sequence to learn from: ``token_ids`` = prompt + response; the loss is on the response, or its mask."""
+    """The loss is on the response, or its mask."""
 
     token_ids: Sequence[int]
     prompt_len: int
-    advantage: float = 0.0
-    """Of all response tokens; not read with a critic, which makes one for each from the reward."""
+    advantage: float = 0.0  # of all response tokens; a critic makes one for each instead
     reward: float = 0.0
     rollout_logprobs: Sequence[float] = ()  # the engine's, one per response token; empty in supervised training
     num_stale: int = 0  # response tokens, the first ones, that older policies sampled
     group_id: int = 0
-    routed_experts: bytes | Sequence[int] = b""
-    """As of `Trajectory`; empty: the trainer's routers are free."""
-    loss_mask: tuple[bool, ...] = ()
-    """Of each response token, whether it is learned from; empty: all are."""
+    routed_experts: bytes | Sequence[int] = b""  # as of `Trajectory`; empty: the trainer's routers are free
+    loss_mask: tuple[bool, ...] = ()  # of each response token, whether it is learned from; empty: all are
     seed: int = 0
     num_seeded: int = 0  # response tokens, the first ones, that are compared with what the noise of the seed picks
 
@@ -171,5 +148,4 @@ class TrainSequence:
 
     @property
     def num_learned(self) -> int:
-        """Response tokens that are learned from."""
         return sum(self.loss_mask) if self.loss_mask else self.response_len

@@ -17,7 +17,7 @@ import pytest
 
 from specactor.config import TrackingConfig
 from specactor.errors import SpecActorError
-from specactor.metrics import DRAFTER, DRAFTER_TIMES, METRICS, Tracker, read_metrics, rss_bytes
+from specactor.metrics import DRAFTER, METRICS, Tracker, read_metrics, rss_bytes
 
 OFF = TrackingConfig(wandb="off")
 
@@ -180,7 +180,7 @@ def test_memory_of_a_process_tree() -> None:
 def test_what_is_logged_of_the_draft_model_is_known(tmp_path: Path) -> None:
     """Names that nobody declared are refused."""
     with Tracker(tmp_path, {}, TrackingConfig(wandb="off")) as tracker:
-        for step, (family, names) in enumerate((("drafter/", DRAFTER), ("", DRAFTER_TIMES)), 1):
+        for step, (family, names) in enumerate((("drafter/", DRAFTER), ("time/", ("refresh_s", "refresh_limit_s"))), 1):
             tracker.log(step, {family + name: 1.0 for name in names})
         with pytest.raises(SpecActorError, match="unknown name 'drafter/mood'"):
             tracker.log(3, {"drafter/mood": 1.0})

@@ -1,10 +1,7 @@
-"""The tree of frozen dataclasses that describes a run; every field is validated when the tree is built. PURE.
+"""The tree of frozen dataclasses that describes a run. PURE.
 
-A recipe (``examples/``) returns a `Config`; the command line overrides fields by dotted path. A rule on one section
-stands in its ``__post_init__``, one across sections in `Config`, one that needs the world size or the model's shape
-in `parallel.layout.check`.
-
-Other packages import from here: which module holds a name may change.
+Rules on one section stand in its ``__post_init__``, those across sections in `Config`, those on the world size or the
+model's shape in `parallel.layout.check`.
 """
 
 from specactor.config.data import DataConfig, SourceConfig

@@ -1,6 +1,6 @@
-"""The section `data` of a recipe: problems to learn from, and problems held out. PURE.
+"""The section `data` of a recipe. PURE.
 
-Invariant: problems of a task that are held out are not learned from.
+Invariant: held-out problems of a task are not learned from.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ so two sources share no problem as long as each has fewer than this."""
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """Problems come from a reasoning-gym task, a JSONL or parquet file, or a folder of Hugging Face's datasets."""
-
     task: str = ""
     """Name of a reasoning-gym task, for example count_bits."""
     params: dict[str, str | int | float | bool] = field(default_factory=dict)
@@ -75,15 +73,12 @@ class DataConfig:
 
     @property
     def mixed_sources(self) -> list[SourceConfig]:
-        """Return the sources of the further sets to learn from."""
         return [self._source(name, size=self._size, seed=0) for name in self.mix]
 
     def eval_source(self, problems: int) -> SourceConfig:
-        """Return the source of this many held-out problems of the first set, or of all that the file has."""
         return self.eval_sources(problems)["eval"]
 
     def eval_sources(self, problems: int) -> dict[str, SourceConfig]:
-        """Return likewise those of all sets, by name."""
         names = self.eval or (self.train,)
         keys = ["eval", *map(set_name, names[1:])]
         return {key: self._source(name, size=problems, seed=EVAL_SEED) for key, name in zip(keys, names, strict=True)}
@@ -139,10 +134,9 @@ def _check_template(text: str) -> None:
 
 
 def set_name(source: str) -> str:
-    """Return the name of a set of problems in metrics: its file's, function's or task's own."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", PurePosixPath(source.rpartition(":")[2]).stem)
 
 
 def is_file(name: str) -> bool:
-    """Return whether problems come from a file of that name: names of tasks are Python identifiers."""
+    """Return whether it names no task: tasks' names are identifiers."""
     return not name.isidentifier()

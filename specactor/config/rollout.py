@@ -1,9 +1,7 @@
-"""The sections `rollout` (how many responses, how they are sampled, by what engines and where) and `weights_sync` (how
-new weights reach the engines) of a recipe; what engines promise. PURE.
+"""The sections `rollout` and `weights_sync`, and what engines promise. PURE.
 
-Tokens are a function of log-probabilities and noise. Two candidates that are tied to the last place may change places
-where a row's log-probabilities have other bits in another batch; then a verification can emit another token than a
-plain round, of the same distribution (`guarantee`).
+Where another batch gives a row other bits, tied candidates may change places: a verification then emits another token
+than a plain round, of the same distribution.
 """
 
 from __future__ import annotations
@@ -32,10 +30,8 @@ class EngineConfig:
     experts computed their tokens (``train.routing_replay = r3`` sets it). ``attention_backend=tiles`` reads keys
     once for up to eight rows of a request; a run keeps its attention backend for good."""
 
-    start_timeout_s: ClassVar[float] = 1800.0
-    """Longest wait for an engine to be ready: reading hundreds of gigabytes from a network takes so long."""
-    request_timeout_s: ClassVar[float] = 600.0
-    """Longest wait for any sign of progress from a running engine; it gives one several times a second."""
+    start_timeout_s: ClassVar[float] = 1800.0  # to be ready: reading hundreds of gigabytes from a network takes so long
+    request_timeout_s: ClassVar[float] = 600.0  # without any sign of progress; a running engine gives several a second
 
     @property
     def routed_experts(self) -> bool:
@@ -44,7 +40,7 @@ class EngineConfig:
 
     @property
     def attention(self) -> dict[str, str]:
-        """SGLang's attention backends by argument, which decide the bits of log-probabilities; none: the device's."""
+        """Return SGLang's backends by argument; none: the device's."""
         return {name: str(value) for name, value in self.extra_args.items() if name.endswith("attention_backend")}
 
     def __post_init__(self) -> None:
@@ -86,13 +82,12 @@ ARITHMETICS = {"torch_native": "rows", "tiles": "tiles"}
 
 
 class Guarantee(NamedTuple):
-    arithmetic: str
-    """rows, tiles, or the backend whose own kernel it is."""
+    arithmetic: str  # rows, tiles, or the backend whose own kernel it is
     promise: str
 
 
 def guarantee(engine: EngineConfig, *, gpu: bool, dtype: str) -> Guarantee:
-    """Return what these engines promise. Same bits are promised where tests have shown them: on CPUs in float32."""
+    """Promise equal bits where tests have shown them: on CPUs in float32."""
     default = "" if gpu else "torch_native"
     backend = engine.attention.get("decode_attention_backend") or engine.attention.get("attention_backend") or default
     known = backend == "tiles" or (backend == "torch_native" and not gpu)

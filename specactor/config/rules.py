@@ -1,8 +1,4 @@
-"""The form of every rule on a setting. PURE.
-
-What is wrong is one `ConfigError` of one line, with the setting's dotted path, its value, what was expected, and the
-way out.
-"""
+"""The form of every rule on a setting. PURE."""
 
 from __future__ import annotations
 
@@ -16,14 +12,13 @@ from specactor.errors import ConfigError
 
 
 def require(ok: bool, name: str, got: object, expected: str, remedy: str) -> None:
-    """Raise ConfigError for the setting `name`, its dotted path in a recipe, unless `ok`."""
     if not ok:
         raise ConfigError.at(name, got, expected, remedy)
 
 
 def rules_of(section: object, path: str = "") -> Callable[[str, bool, str, str], None]:
-    """Return a function (name, ok, expected, remedy) that raises ConfigError for a setting of the section unless `ok`.
-    The value that the error shows is read from the section. `path` is the section's own, in a recipe."""
+    """Return a function (name, ok, expected, remedy) that raises ConfigError with the section's own value unless
+    `ok`."""
 
     def rule(name: str, ok: bool, expected: str, remedy: str) -> None:
         require(ok, f"{path}.{name}".removeprefix("."), attrgetter(name)(section), expected, remedy)
@@ -35,8 +30,7 @@ MAY_BE_INFINITE = ("train.max_logprob_gap", "distillation.refresh")
 
 
 def check_values(value: object, name: str = "") -> None:
-    """Raise ConfigError for a number that is none, or is infinite where that says nothing, and for a NUL in a text.
-    Sections, lists and mappings are looked into. `name` is the dotted path of the value in a recipe."""
+    """Raise ConfigError for nan, an infinity that says nothing, and a NUL in a text, inside sections and lists too."""
     if is_dataclass(value):
         for item in fields(value):
             check_values(getattr(value, item.name), f"{name}.{item.name}".removeprefix("."))
@@ -58,7 +52,7 @@ COMPACT = "compact"  # {name:compact} in a template is the text without its blan
 
 
 def is_template(text: str) -> bool:
-    """Return whether `text` has a {name}, and no replacement field that is more than a name, or {name:compact}."""
+    """Return whether `text` has fields, all of them {name} or {name:compact}."""
     try:
         parts = [part[1:] for part in Formatter().parse(text) if part[1] is not None]
     except ValueError:

@@ -1,8 +1,4 @@
-"""A whole run: its model, its spread over devices, what it measures and leaves behind, the tree of all sections, the
-rules across them. PURE.
-
-`specactor.parallel.layout.check` has the rules that need the world size or the model's shape.
-"""
+"""A whole run: further sections, the tree, and rules across sections. PURE."""
 
 from __future__ import annotations
 
@@ -73,7 +69,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TinyModelConfig:
-    """Shape of a Qwen3-MoE model that is made on the spot, with random weights."""
+    """Shape of a Qwen3-MoE model with random weights."""
 
     num_layers: int = 4
     """Every one is a mixture of experts."""
@@ -111,7 +107,6 @@ class ModelConfig:
 
     @property
     def tiny(self) -> TinyModelConfig | None:
-        """Return the model that is made on the spot, if one is."""
         found = TINY.fullmatch(self.path)
         return TinyModelConfig(num_layers=int(found[1] or TinyModelConfig.num_layers)) if found else None
 
@@ -203,7 +198,7 @@ class Config:
 
     @property
     def lends_devices(self) -> bool:
-        """Return whether drafters sleep on the devices of engines, and have none of their own."""
+        """Return whether drafters sleep on engines' devices, and have none of their own."""
         return self.rollout.speculation.is_decoupled and self.parallel.drafters == 0
 
     def __post_init__(self) -> None:
@@ -226,7 +221,6 @@ class Config:
         rule("seed", 0 <= self.seed < 2**31, "0..2**31-1", "Choose a non-negative seed.")
 
     def _check_groups(self) -> None:
-        """Check that groups of responses can be split into updates and micro-batches."""
         rule = rules_of(self)
         rule(
             "rollout.group_size",
@@ -274,7 +268,6 @@ class Config:
         )
 
     def _check_rollout(self) -> None:
-        """Check that what engines sample can be learned from."""
         rule = rules_of(self)
         rule(
             "algorithm.correction.level",
@@ -284,7 +277,6 @@ class Config:
         )
 
     def _check_drafting(self) -> None:
-        """Check that drafters, their devices and their training go together."""
         rule = rules_of(self)
         decoupled = self.rollout.speculation.is_decoupled
         rule(
@@ -327,7 +319,6 @@ class Config:
         )
 
     def _check_sizes(self) -> None:
-        """Check that caches, data and contexts have room for what is asked."""
         rule = rules_of(self)
         cache = self.rollout.engine.max_total_tokens
         rule(

@@ -1,7 +1,4 @@
-"""The section `rollout.speculation` of a recipe: who drafts, where, and how far. PURE.
-
-Draft methods of SGLang are refused by name; any other name stands for a drafter of `specactor.rollout.speculation`.
-"""
+"""The section `rollout.speculation` of a recipe. PURE."""
 
 from __future__ import annotations
 
@@ -29,20 +26,18 @@ INEXACT = (
 
 
 def of_draft_model(drafter: str) -> tuple[str, int] | None:
-    """Return (model or decoupled, place in `rollout.speculation.draft_model` from 1 on) of a drafter that drafts with a
-    draft model; None for any other."""
+    """Return (model or decoupled, place in `draft_model` from 1 on); None without a draft model."""
     found = re.fullmatch(r"(model|decoupled)(?::(\d+))?", drafter)
     return (found[1], int(found[2] or 1)) if found else None
 
 
 def kind_of(drafter: str) -> str:
-    """Return model or decoupled for a drafter that drafts with a draft model, and an empty text for any other."""
+    """Return model, decoupled, or an empty text."""
     found = of_draft_model(drafter)
     return found[0] if found else ""
 
 
 def drafter_of(kind: str, place: int) -> str:
-    """Return the name of the drafter: the first draft model's has no number."""
     return kind if place == 1 else f"{kind}:{place}"
 
 
@@ -78,44 +73,40 @@ class SpeculationConfig:
 
     @property
     def draft_methods(self) -> tuple[str, ...]:
-        """All drafters of an engine, the first to be preferred."""
+        """Return an engine's drafters, the preferred first."""
         named = self.mode != "decoupled" or any(kind_of(name) == "decoupled" for name in self.drafters)
         return self.drafters if named else ("decoupled", *self.drafters)
 
     @property
     def largest_window(self) -> int:
-        """Most draft tokens of a request that a round can verify; drafters ahead need no more than two of these."""
+        """Return the most draft tokens that a round verifies; drafters are at most two of these ahead."""
         return self.window or self.max_window
 
     @property
     def is_decoupled(self) -> bool:
-        """Return whether processes of their own draft."""
         return bool(self.in_processes)
 
     @property
     def in_processes(self) -> dict[str, str]:
-        """Return the folders that drafter processes draft with, by drafter."""
+        """Return folders of draft models by drafter."""
         return {} if self.mode == "off" else self._named("decoupled")
 
     @property
     def in_engines(self) -> dict[str, str]:
-        """Return the folders of the draft models that engines hold, by drafter."""
         if self.is_decoupled:
             return self._named("model")
         return {drafter_of("model", place): folder for place, folder in enumerate(self.draft_model, 1)}
 
     @property
     def uses_mtp(self) -> bool:
-        """Return whether engines draft with the policy's MTP layer."""
         return self.mode != "off" and MTP in self.drafters
 
     @property
     def first_draft_model(self) -> str:
-        """Return the folder of the one that is kept fresh, and that the warm-up makes; empty where there is none."""
+        """Return the one that is kept fresh, and that the warm-up makes."""
         return self.draft_model[0] if self.draft_model else ""
 
     def with_first(self, folder: str) -> SpeculationConfig:
-        """Return the same with another first draft model."""
         return replace(self, draft_model=(folder, *self.draft_model[1:]))
 
     def _named(self, kind: str) -> dict[str, str]:

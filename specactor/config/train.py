@@ -1,5 +1,4 @@
-"""How models learn: the sections `algorithm`, `warmup` and `train` of the policy, `distillation` of its draft model.
-PURE."""
+"""The sections `algorithm`, `warmup`, `train` and `distillation`. PURE."""
 
 from __future__ import annotations
 
@@ -195,11 +194,10 @@ class TrainConfig:
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Return the rate of RL step `step`, 0 <= step < train.steps (its end beyond). It follows from the step alone.
+    """Return the rate of RL step `step`, which follows from the step alone.
 
-    It rises linearly, reaching `learning_rate` in the last of the `warmup_steps`; it is `learning_rate` in the step
-    after those; then it stays, or falls along a line or half a cosine towards 0, which it would reach at step
-    `train.steps`: no step is spent there.
+    It peaks in the last of `warmup_steps` and in the next step, then stays, or falls to 0, which step `train.steps`
+    would have: no step is spent there.
     """
     peak = train.learning_rate
     if step < train.warmup_steps:
@@ -217,8 +215,7 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def linear_decay(step: int, steps: int, peak: float) -> float:
-    """Fall from `peak` in step 0 down a line to a tenth of it in step ``steps - 1``: a stage of the supervised
-    warm-up."""
+    """Fall along a line to a tenth of `peak` in step ``steps - 1``."""
     return peak * (1 - 0.9 * min(1.0, step / max(1, steps - 1)))
 
 
@@ -242,7 +239,6 @@ class DistillationConfig:
 
     @property
     def zero_stage(self) -> int:
-        """Return the ZeRO stage; 0 without ZeRO."""
         return 0 if self.zero == "off" else int(self.zero[0])
 
     @property
@@ -279,7 +275,6 @@ class DraftTrainingConfig(DistillationConfig):
 
     @classmethod
     def of(cls, config: DistillationConfig) -> DraftTrainingConfig:
-        """Return how a run with these settings learns."""
         if isinstance(config, DraftTrainingConfig):
             return config
         return cls(**{item.name: getattr(config, item.name) for item in fields(config)})

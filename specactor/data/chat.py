@@ -1,7 +1,7 @@
-"""Messages as tokens, by a model's chat template. What a policy has sampled is never put through the template again.
+"""Messages as tokens, by a model's chat template. What was sampled is never rendered again.
 
-Invariants: what is said between two responses has the tokens that the template puts between two turns of the assistant;
-a text of an environment cannot become a special token, whatever it spells.
+Invariants: between two responses stand the template's own tokens between two turns; an environment's text cannot become
+a special token.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specactor.errors import DataError
 
-Message = Mapping[str, Any]
-"""``role`` and ``content``, and what else the template knows."""
+Message = Mapping[str, Any]  # ``role`` and ``content``, and what else the template knows
 
 _ANSWER, _MARK = "specactoranswer", "specactorcontent{}end"
 """Stand for texts while a template is rendered; letters and digits, which no template changes."""
@@ -24,11 +23,7 @@ _ANSWER, _MARK = "specactoranswer", "specactorcontent{}end"
 def prompt_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Message] | None = None
 ) -> str:
-    """The messages, up to where the assistant's response begins. Raises DataError where no template makes a text.
-
-    Args:
-        tools: that the assistant may call, as the template wants them.
-    """
+    """Render up to where the response begins. Raises DataError for what the template refuses."""
     if tokenizer.chat_template is None:
         raise DataError("messages: the model's tokenizer has no chat template. Give texts, or a model that has one.")
     try:
@@ -45,19 +40,16 @@ def prompt_text(
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, said: str | Sequence[Message], *, tools: Sequence[Message] | None = None
 ) -> tuple[int, ...]:
-    """Tokens of what a policy sees first."""
     if isinstance(said, str):
         return tuple(tokenizer(said)["input_ids"])
     return rendered_ids(tokenizer, prompt_text(tokenizer, said, tools))
 
 
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """Tokens of a text that a template has made: it has its marks, and all that belongs before it."""
     return _tokens(tokenizer, text, is_template=True)
 
 
 def are_messages(value: object) -> TypeGuard[Sequence[Message]]:
-    """Return whether it is one or more messages with a text each."""
     return (
         isinstance(value, Sequence)
         and not isinstance(value, str | bytes)
@@ -69,11 +61,8 @@ def are_messages(value: object) -> TypeGuard[Sequence[Message]]:
 def observation_ids(
     tokenizer: PreTrainedTokenizerBase, said: str | Sequence[Message], *, last_token: int | None
 ) -> tuple[int, ...]:
-    """Tokens of what follows a response, up to where the next one begins.
-
-    Args:
-        last_token: of the response; where it is the end that the template writes, that is not written again.
-    """
+    """Return the tokens between a response and the next; if `last_token` is the template's own end, it is not
+    repeated."""
     if isinstance(said, str):
         return _tokens(tokenizer, said, is_template=False)
     marked = [{**message, "content": _MARK.format(i)} for i, message in enumerate(said)]

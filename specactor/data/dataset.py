@@ -1,8 +1,7 @@
-"""Problems of a task, a file or a folder of Hugging Face's datasets, all checked before anything is trained.
+"""Problems of a task, a file, a folder of Hugging Face's datasets or a function, all checked before training.
 
-Its columns are prompt, answer and verifier, all of them text; every further column goes to `Problem.metadata`.
-In place of a prompt there may be ``messages``, which go through the model's chat template.
-The verifier reasoning-gym needs the column ``entry`` (a whole reasoning-gym entry), and takes ``task`` and ``params``.
+Columns are prompt or ``messages``, answer and verifier; others go to `Problem.metadata`. The verifier reasoning-gym
+needs ``entry``, and takes ``task`` and ``params``.
 """
 
 from __future__ import annotations
@@ -38,16 +37,14 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow: a file without it was c
 
 
 class Dataset(Sequence[Problem]):
-    """Problems in a fixed order; problem i has index i."""
+    """Problem i has index i."""
 
     def __init__(self, problems: Iterable[Problem], sizes: Sequence[int] = ()) -> None:
-        """`sizes`: of the sets that the problems are of, one behind the other, where there are several."""
         self._problems = tuple(problems)
         self.sizes = tuple(sizes) or (len(self._problems),)
 
     @classmethod
     def of(cls, sets: Sequence[Dataset]) -> Dataset:
-        """All problems, numbered anew."""
         together = (problem for part in sets for problem in part)
         return cls((replace(problem, index=i) for i, problem in enumerate(together)), [len(part) for part in sets])
 
@@ -62,11 +59,10 @@ class Dataset(Sequence[Problem]):
         return self._problems[index]
 
     def drawn(self, visits: Iterable[Visit]) -> list[DrawnProblem]:
-        """Return the problems of these visits."""
         return [DrawnProblem(**vars(self._problems[index]), epoch=epoch) for index, epoch in visits]
 
     def without(self, held_out: Dataset) -> Dataset:
-        """The problems whose prompts are not among `held_out`, numbered anew. Raises DataError when none is left."""
+        """Leave out prompts of `held_out`, and number anew. Raises DataError when none is left."""
         prompts = {problem.prompt_ids for problem in held_out}
         kept = [problem for problem in self._problems if problem.prompt_ids not in prompts]
         if not kept:
@@ -88,14 +84,13 @@ class _Unchecked:
     answer: str = ""
     verifier: str = ""
     metadata: dict[str, object]
-    is_rendered: bool = False
-    """The prompt is what a chat template made of messages: its marks are special tokens, and it is whole."""
+    is_rendered: bool = False  # a chat template made the prompt: its marks are special tokens, and it is whole
     reason: str = ""
 
 
 def build_dataset(source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> Dataset:
-    """All problems of `source` with their tokens. Raises DataError that counts the bad rows and lists the first ones,
-    each with its place, field and reason; ConfigError for an unknown task or parameter."""
+    """Check and tokenize all rows. Raises DataError that counts bad ones and lists the first with place, field and
+    reason; ConfigError for an unknown task or parameter."""
     name = f"task {source.task}" if source.task else source.path
     rows = _task_rows(source) if source.task else _file_rows(source, tokenizer)
     problems: list[Problem] = []
@@ -137,7 +132,7 @@ def _task_rows(source: SourceConfig) -> Iterator[_Unchecked]:
             prompt=prompt,
             answer=entry["answer"] or "",  # some tasks have no single answer
             verifier="reasoning-gym",
-            metadata=reasoning.metadata_of(source.task, source.params, entry),
+            metadata={"task": source.task, "params": dict(source.params), "entry": entry},
             reason=reason,
         )
 
@@ -165,7 +160,7 @@ def _file_rows(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iter
 
 
 def _of_messages(messages: object, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The finished prompt, or what is wrong with the messages."""
+    """Return the prompt, or its fault."""
     if not chat.are_messages(messages):
         return "", f"messages: got {messages!r:.80}, expected a list of objects with a role and a content. Correct them"
     try:
@@ -175,7 +170,6 @@ def _of_messages(messages: object, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 def _wrong_column(row: Row) -> str:
-    """Return the fault of the row's own columns; empty when there is none."""
     if {"messages", "prompt"} <= row.columns.keys():
         return "messages: beside a prompt, expected one of the two. Remove the other"
     for name in COLUMNS:
@@ -194,7 +188,7 @@ def _wrong_column(row: Row) -> str:
 
 
 def _prompt(source: SourceConfig, prompt: str, values: Mapping[str, object]) -> tuple[str, str]:
-    """Return the finished prompt, or its fault."""
+    """Return the prompt, or its fault."""
     try:
         texts = {name: _Text(value) for name, value in {**values, "prompt": prompt}.items()}
         return source.prompt_template.format_map(texts), ""
@@ -204,14 +198,11 @@ def _prompt(source: SourceConfig, prompt: str, values: Mapping[str, object]) -> 
 
 
 class _Text(str):
-    """The text that stands for {name} in a template."""
-
     def __format__(self, spec: str) -> str:
         return self.replace(" ", "") if spec == COMPACT else str(self)
 
 
 def _tokenize(rows: Sequence[_Unchecked], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
-    """Ids of every prompt; none for a prompt that is not a Unicode text, or of a row that is bad already."""
     plain = ["" if row.reason or row.is_rendered or not _is_unicode(row.prompt) else row.prompt for row in rows]
     return [
         chat.rendered_ids(tokenizer, row.prompt) if row.is_rendered and _is_unicode(row.prompt) else tuple(ids)
@@ -257,7 +248,7 @@ def _objection(problem: Problem, tokenizer: PreTrainedTokenizerBase, max_prompt_
 
 
 def _unknown(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The first character that becomes the unknown token by itself, or the whole text where it takes several."""
+    """Return the first character that alone becomes the unknown token, or the text."""
     alone = (c for c in text if tokenizer.unk_token_id in tokenizer.encode(c, add_special_tokens=False))
     return repr(next(alone, text[:80]))
 
@@ -272,18 +263,13 @@ def _is_unicode(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row of a file. Either `columns` or `reason` is meant."""
-
     where: str  # ``line 3`` of a text file, ``row 3`` of a parquet file or a folder; both count from 1
     columns: dict[str, Any]
     reason: str = ""  # why the row cannot be read; empty for a good one
 
 
 def called_rows(name: str) -> Iterator[Row]:
-    """Rows of a function at ``module:function``, the same whenever it is called: every rank calls it.
-
-    Raises DataError when there is none, or when it raises.
-    """
+    """Call a function, whose rows must be the same on every rank. Raises DataError when it raises."""
     function = verifiers.find(name)
     if not callable(function):
         raise DataError(f"data source {name}: a {type(function).__name__}, expected a function without arguments.")
@@ -302,7 +288,7 @@ def called_rows(name: str) -> Iterator[Row]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """All rows in order; blank lines are left out. Raises DataError when the file as a whole cannot be read."""
+    """Read a file or folder. Raises DataError when it cannot be read as a whole."""
     if path.is_dir():
         return _folder_rows(path)
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
@@ -348,7 +334,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def _folder_rows(path: Path) -> Iterator[Row]:
-    """Rows of a folder that the save_to_disk of Hugging Face's datasets wrote: Arrow streams, named in state.json."""
+    """Read what datasets' save_to_disk wrote: Arrow streams, named in state.json."""
     number = 0
     for file in _arrow_files(path):
         try:
@@ -383,7 +369,7 @@ def _arrow_files(path: Path) -> list[Path]:
 
 
 def _rows_of(batches: Iterable[pyarrow.RecordBatch], number: int) -> Iterator[Row]:
-    """Rows after the first `number`. A missing value (null) counts as a missing column."""
+    """Count a missing value (null) as a missing column."""
     for batch in batches:
         for values in batch.to_pylist():
             number += 1

@@ -1,9 +1,7 @@
-"""What a policy acts in: a problem begins a conversation, and every response is answered, until there is a reward.
+"""Environments and agents, which answer responses until there is a reward.
 
-An environment is a class on the import path, named where a verifier is named: in a problem's column ``verifier``. One
-object serves one conversation. Its methods run in a thread of their own and in an event loop of their own, so one that
-waits, computes or hangs holds up no other conversation; each call may take ``rollout.environment_timeout_s``. A class
-with a method ``run`` is an agent: it asks the policy itself.
+A problem's column ``verifier`` names the class. One object serves one conversation, in a thread and event loop of its
+own; each call may take ``rollout.environment_timeout_s``.
 """
 
 from __future__ import annotations
@@ -20,25 +18,24 @@ from specactor.data.verifiers import find, is_remote
 from specactor.errors import DataError
 from specactor.types import Problem
 
-Said = str | Sequence[Message]
-"""A text is taken as it is; messages go through the model's chat template."""
+Said = str | Sequence[Message]  # a text is taken as it is; messages go through the model's chat template
 
 
 class Environment(Protocol):
-    """One conversation. A method ``async def close(self)``, if there is one, is called when it is over."""
+    """A method ``async def close(self)``, if there is one, is called when the conversation is over."""
 
     async def start(self, problem: Problem) -> Said:
-        """What the policy sees first."""
+        """Return what the policy sees first."""
 
     async def step(self, response: str) -> Said | float:
-        """What the policy sees next, or its reward, any finite number, which ends the conversation."""
+        """Return what it sees next, or a reward, any finite number, which ends the conversation."""
 
 
 class Agent(Protocol):
-    """One session of a program that speaks OpenAI's chat completions; ``close`` as above."""
+    """A program that speaks OpenAI's chat completions serves one session; it may have ``close``, too."""
 
     async def run(self, problem: Problem, base_url: str, api_key: str) -> float:
-        """Ask the policy at `base_url` as it likes; the reward, any finite number, ends the session."""
+        """Ask the policy at `base_url`; return the reward, any finite number."""
 
 
 FORMS = {
@@ -50,10 +47,7 @@ FORMS = {
 
 @lru_cache(maxsize=256)
 def environment_of(name: str) -> type[Environment] | type[Agent] | None:
-    """The class of that name; None where it names a verifier, which scores one response.
-
-    Raises DataError for a class that is neither an environment nor an agent.
-    """
+    """Return None for the name of a verifier. Raises DataError for a class of neither kind."""
     if ":" not in name or is_remote(name) or not inspect.isclass(found := find(name)):
         return None
     for method in ("run",) if hasattr(found, "run") else ("start", "step"):
@@ -76,7 +70,7 @@ def _takes(function: Any, arguments: Sequence[str]) -> bool:
 
 
 def checked(name: str, method: str, value: object) -> Said | float:
-    """What an environment returned. Raises DataError for what is neither said nor a reward: that is a bug of it."""
+    """Return what was said, or the reward. Raises DataError for neither."""
     if method != "run" and (isinstance(value, str) or are_messages(value)):
         return value
     if method != "start" and isinstance(value, Real) and math.isfinite(value):

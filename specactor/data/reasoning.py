@@ -1,4 +1,4 @@
-"""reasoning-gym: problems of a task by its name and parameters, and the task's own scoring."""
+"""reasoning-gym: problems of a task, and the task's own scoring."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ Entry = dict[str, Any]  # a problem as reasoning-gym makes it: question, answer,
 
 
 def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int) -> Any:
-    """A reasoning-gym data set of `size` entries; entry i is drawn with seed + i. Raises ConfigError for an unknown
-    task or parameter (with the nearest known one) and for refused values."""
+    """Draw entry i with seed + i. Raises ConfigError for an unknown task or parameter, and refused values."""
     if task not in DATASETS:
         remedy = f"A folder is named ./{task}." if Path(task).exists() else _did_you_mean(task, DATASETS)
         raise ConfigError.at("data.train, data.eval", task, "the name of a reasoning-gym task", remedy)
@@ -42,17 +41,9 @@ def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int
         ) from error
 
 
-def metadata_of(task: str, params: Mapping[str, object], entry: Entry) -> dict[str, object]:
-    """Return the metadata that `score` needs of a Problem."""
-    return {"task": task, "params": dict(params), "entry": entry}
-
-
 def score(answer: str, problem: Problem) -> float:
-    """The task's own score of `answer`, for a problem whose metadata holds task, params and entry.
-
-    Some scorers raise on a text that they cannot read. That is the response's fault, and scores 0, where the same
-    scorer accepts the problem's own answer; otherwise the problem is at fault, and the error is raised.
-    """
+    """Return the task's own score. Where a scorer raises on a text, that scores 0 if it accepts the problem's own
+    answer; else the error is raised."""
     task, params, entry = _of(problem)
     score_answer = _scorer(task, json.dumps(params, sort_keys=True))
     try:
@@ -64,7 +55,6 @@ def score(answer: str, problem: Problem) -> float:
 
 
 def unscorable(problem: Problem) -> str | None:
-    """Return why `score` could never work on this problem; None when it can."""
     try:
         task, params, entry = _of(problem)
         create_task(task, params, size=1, seed=0)

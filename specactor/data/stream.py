@@ -1,7 +1,7 @@
 """In which order problems are drawn, and the seed of each response. PURE.
 
-The order is a function of (number of problems, seed) alone: epoch after epoch, each a fresh permutation; without
-shuffling, that of the source. A stream that is restored from its state goes on as the first one.
+The order is a function of (number of problems, seed): each epoch is a fresh permutation. A restored stream goes on as
+the first one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from specactor.errors import CheckpointError, ConfigError
 
 
 class Visit(NamedTuple):
-    """A problem that was drawn, by its index."""
-
     problem: int
-    epoch: int
-    """How often all problems of its set had been drawn before."""
+    epoch: int  # how often all problems of its set had been drawn before
 
 
 class PromptStream:
-    """Problems, without end. Within an epoch none comes twice; one `take` may span several epochs."""
+    """Problems without end; within an epoch none comes twice."""
 
     def __init__(self, dataset_len: int, seed: int, *, shuffle: bool = True) -> None:
         """Raise ConfigError when there is nothing to draw from."""
@@ -38,7 +35,6 @@ class PromptStream:
 
     @property
     def num_taken(self) -> int:
-        """Problems so far."""
         return self._epoch * self.dataset_len + self._position
 
     def take(self, count: int) -> tuple[Visit, ...]:
@@ -52,7 +48,6 @@ class PromptStream:
         return tuple(taken)
 
     def state(self) -> dict[str, int]:
-        """Return the stream's position as plain JSON values."""
         return {
             "dataset_len": self.dataset_len,
             "seed": self.seed,
@@ -62,7 +57,7 @@ class PromptStream:
         }
 
     def restore(self, state: object) -> None:
-        """Continue from a `state`. Raises CheckpointError when it is of another data set, another seed or damaged."""
+        """Go on from a `state`. Raises CheckpointError for one of another data set or seed, and a damaged one."""
         if isinstance(state, Mapping):
             state = {"shuffle": 1, **state}  # older checkpoints knew no other order
         keys = ("dataset_len", "seed", "shuffle", "epoch", "position")
@@ -96,8 +91,8 @@ class PromptStream:
 
 
 class MixedStream:
-    """Problems of several sets, whose indices are one set's behind the other's; every next one is of the set that is
-    farthest behind its weight, so that shares hold in every stretch, and each set has its own epochs."""
+    """Problems of several sets, whose indices follow each other. The next is of the set farthest behind its weight, so
+    shares hold in every stretch."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffle: bool = True) -> None:
         self._streams = [PromptStream(size, seed + i, shuffle=shuffle) for i, size in enumerate(sizes)]
@@ -111,7 +106,6 @@ class MixedStream:
         return {"sets": [stream.state() for stream in self._streams]}
 
     def restore(self, state: object) -> None:
-        """Continue from a `state`. Raises CheckpointError when it is of other sets, another seed or damaged."""
         sets = state.get("sets") if isinstance(state, Mapping) else None
         if not isinstance(sets, list) or len(sets) != len(self._streams):
             raise CheckpointError(
@@ -129,15 +123,12 @@ class MixedStream:
 
 
 class CurriculumStream:
-    """Problems of another stream, without most of those that taught little when they were last tried: with success rate
-    p a problem is taken with the chance 4 p (1 - p), at least `LEAST_CHANCE`; what was never tried is always taken.
+    """Takes a problem of success rate p with chance 4 p (1 - p), at least `LEAST_CHANCE`, and always one never tried.
 
-    p is where a problem's mean score lies in the range of its set: 0..1, or wider where means lie outside of it, as
-    those of environments may. The range is that of the means which the state has, so a resumed stream has it, too.
+    p is its last mean score in 0..1, or in the wider range of its set's means.
     """
 
     def __init__(self, stream: PromptStream | MixedStream, seed: int, *, sizes: Sequence[int] = ()) -> None:
-        """`sizes`: of the sets that the indices are of, one behind the other, where there are several."""
         self._stream, self._seed = stream, seed
         self._ends = [*accumulate(sizes)]
         self._looks = 0
@@ -157,11 +148,9 @@ class CurriculumStream:
         return tuple(taken)
 
     def learn(self, index: int, mean: float) -> None:
-        """Note the mean score of a problem that was tried."""
         self._rates[index] = mean
 
     def _ranges(self) -> dict[int, tuple[float, float]]:
-        """Return lowest and highest mean of each set, 0 and 1 among them."""
         ranges = dict.fromkeys(range(len(self._ends) + 1), (0.0, 1.0))
         for index, mean in self._rates.items():
             low, high = ranges[of_set := bisect_right(self._ends, index)]
@@ -172,7 +161,6 @@ class CurriculumStream:
         return {"stream": self._stream.state(), "looks": self._looks, "rates": [*map(list, self._rates.items())]}
 
     def restore(self, state: object) -> None:
-        """Continue from a `state`. Raises CheckpointError when it is of no curriculum, or of another stream."""
         if not isinstance(state, Mapping) or not {"stream", "looks", "rates"} <= state.keys():
             raise CheckpointError(
                 f"data position: got {state!r:.200}, expected that of a curriculum. Resume with the data.order "
@@ -182,21 +170,19 @@ class CurriculumStream:
         self._looks, self._rates = int(state["looks"]), {int(i): float(rate) for i, rate in state["rates"]}
 
 
-LEAST_CHANCE = 0.1
-"""Of a problem that was solved always, or never: it is tried again some time."""
+LEAST_CHANCE = 0.1  # of a problem solved always or never: it is tried again some time
 
 
 def request_seed(run_seed: int, step: int, problem_index: int, sample_index: int) -> int:
-    """Seed in [0, 2**31) of one response; a stable hash, so that a resumed run asks for the same tokens again."""
+    """Return a stable hash in [0, 2**31): a resumed run asks for the same tokens."""
     return _hash(b"request", run_seed, step, problem_index, sample_index) >> 33
 
 
 def turn_seed(session_seed: int, prompt_ids: Sequence[int], *numbers: int) -> int:
-    """Seed in [0, 2**31) of one turn of an agent's session, by its prompt and what tells it from others of that."""
+    """Return likewise the seed of a turn of an agent's session; `numbers` tell equal prompts apart."""
     return _hash(b"turn", session_seed, *numbers, *prompt_ids) >> 33
 
 
 def _hash(purpose: bytes, *numbers: int) -> int:
-    """64 bits that depend on every number and on nothing else."""
     packed = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=purpose).digest(), "little")

@@ -1,8 +1,8 @@
-"""A Qwen3-MoE model with random weights in Hugging Face format, made on the spot by a process of its own.
+"""A Qwen3-MoE model with random weights, made by a process of its own.
 
     python -m specactor.data.tiny_model SHAPE_AS_JSON SEED FOLDER
 
-Invariants: the folder appears under its name only when it is whole; the same shape and seed give the same bytes.
+Equal shapes and seeds give equal bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ TIMEOUT_S = 300.0  # longest wait for the process that writes the model; it take
 
 
 def make_tiny_model(tiny: TinyModelConfig, seed: int, folder: Path) -> None:
-    """Writes config.json, model.safetensors, generation_config.json and the character tokenizer into a new `folder`.
-    Raises ConfigError when the folder exists or the model cannot be made; then nothing is left behind."""
+    """Write a folder, which appears only when it is whole. Raises ConfigError when it exists, or cannot be made."""
     if folder.exists():
         raise ConfigError.at("folder", str(folder), "a path that does not exist", "Choose another, or remove it.")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +52,7 @@ def _write_in_clean_process(tiny: TinyModelConfig, seed: int, folder: Path) -> N
 
 
 def write_model(tiny: TinyModelConfig, seed: int, folder: Path) -> None:
-    """Fills an existing folder; for a process without patches to torch's computing."""
+    """Run in a process without patches to torch's computing."""
     import torch
 
     from specactor.cpu import torchvision_ops

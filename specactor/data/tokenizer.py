@@ -1,7 +1,7 @@
-"""A tokenizer with one token per character, made on the spot; and the loading of any model's tokenizer.
+"""A tokenizer with one token per character, and the loading of any model's.
 
-Invariants: printable ASCII text has one token per character and decodes to itself (``<eos>`` in a prompt is five
-characters, never the end of a sequence); any other character is ``<unk>``; nothing is added around a text.
+Invariants: printable ASCII decodes to itself (``<eos>`` in a prompt is five characters); other characters are
+``<unk>``; nothing is added around a text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ VOCAB_SIZE = -(-(len(SPECIAL_TOKENS) + len(CHARACTERS)) // 8) * 8  # 100 tokens,
 
 
 def make_char_tokenizer(folder: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json for `transformers.AutoTokenizer` into `folder`."""
     used = len(SPECIAL_TOKENS) + len(CHARACTERS)
     reserved = tuple(f"<reserved_{i}>" for i in range(VOCAB_SIZE - used))
     ids = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS, *reserved))}
@@ -40,20 +39,18 @@ def make_char_tokenizer(folder: Path) -> None:
 
 
 class MiMoConfig(Qwen2Config):  # type: ignore[misc]
-    """A Qwen2, with `num_nextn_predict_layers` MTP layers behind its last one. Published folders bring a class of it,
-    which nobody runs here; transformers has none."""
+    """A Qwen2 with MTP layers. transformers has no such class, and that of published folders is not run."""
 
     model_type = "mimo"
 
 
 def register_mimo() -> None:
-    """Let `AutoConfig` read such folders, in this process."""
     AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face model folder; nothing is downloaded, no code of the folder is run. Raises
-    ConfigError when there is none, or when it has no end-of-sequence token."""
+    """Load without downloads and the folder's code. Raises ConfigError without a tokenizer, or an end-of-sequence
+    token."""
     register_mimo()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

@@ -1,12 +1,7 @@
-"""Scores of responses, by the name of a verifier (docs/guide.md). A score is any finite number; 1 is a solved problem.
+"""Scores of responses by the name of a verifier (docs/guide.md): any finite number; 1 is a solved problem.
 
-**The answer of a response** (exact, number, reasoning-gym) is the text after its last '#', without blanks around it; of
-a response without '#' it is the whole text without blanks around it. So `1246a623b...1h#7` answers 7, as does
-`#### 7`. Where the problem's own answer contains '#', the whole response is the answer. For number, 0.50, 1/2 and 5e-1
-are equal, 0.333 and 1/3 are not; math-verify looks for the answer by its own rules (boxed, $...$, last).
-
-A response that cannot be read as what the verifier compares scores 0. A verifier that fails in any other way is a
-DataError that names the problem: its response is left out, told and counted.
+exact, number and reasoning-gym compare the text behind the last '#'; without one, or where the problem's answer has
+one, the whole response. What cannot be read scores 0.
 """
 
 from __future__ import annotations
@@ -46,23 +41,18 @@ Verifier = Callable[[str, Problem], float]
 MATH_START_S = 60.0  # longest wait for a child; it takes about a second, all of it imports
 MATH_QUESTION_S = 5  # of one comparison; beyond it the answer does not count as equal
 MATH_MEMORY_BYTES = 4 * 2**30  # address space of the child
-MAX_NUMBER_LENGTH = 200
-"""Characters of the longest text that is read as a number."""
+MAX_NUMBER_LENGTH = 200  # characters of the longest text that is read as a number
 NUMBER = re.compile(r"([+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)(?:/([0-9]+))?")
 
 
 def answer_of(response: str, problem: Problem) -> str:
-    """The part of a response that is compared; see the head of this module."""
     return response.strip() if "#" in problem.answer else response.rpartition("#")[2].strip()
 
 
 @lru_cache(maxsize=256)
 def get_verifier(name: str, timeout_s: float | None = None) -> Verifier:
-    """The scoring function of that name. Raises DataError when there is none; the function raises it as said above.
-
-    Args:
-        timeout_s: of one that is asynchronous; nothing here bounds the others (`specactor.rollout.grading` does).
-    """
+    """Return a function that raises DataError when the verifier fails; raises it when there is none. `timeout_s` bounds
+    asynchronous ones, `specactor.rollout.grading` the others."""
     function = _function(name)
     if not callable(function):
         raise DataError(f"got {name!r}, which is a {type(function).__name__}, expected a function. Name another.")
@@ -78,7 +68,6 @@ def get_verifier(name: str, timeout_s: float | None = None) -> Verifier:
 
 
 def is_async(name: str) -> bool:
-    """Whether the verifier of that name waits for something: many can be asked at once."""
     return inspect.iscoroutinefunction(_function(name))
 
 
@@ -98,7 +87,7 @@ def is_remote(name: str) -> bool:
 
 
 def find(name: str) -> object:
-    """Return what is at ``module:name``. Raises DataError when nothing is."""
+    """Import ``module:name``. Raises DataError for none."""
     module, colon, attribute = name.partition(":")
     if not colon:
         nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
@@ -115,7 +104,7 @@ def find(name: str) -> object:
 
 
 def unscorable(problem: Problem) -> str | None:
-    """Why the problem's verifier could never score a response 1; None when nothing is known against it."""
+    """Return why no response could score 1, if that is known."""
     if problem.verifier == "number" and _number(problem.answer) is None:
         return f"answer: got {problem.answer!r}, expected a number. Use the verifier exact for other answers"
     if problem.verifier == "math-verify" and not MATH_ANSWERS.readable(problem.answer):
@@ -149,8 +138,7 @@ def _checked(name: str, function: Verifier) -> Verifier:
 
 
 def _as_score(result: object) -> float:
-    """Return what a verifier returned, as a number: Python's, NumPy's or torch's, bool included. NaN where it is
-    none."""
+    """Read Python's, NumPy's and torch's numbers; NaN for anything else."""
     try:
         value = result.item() if hasattr(result, "item") else result
         # float() alone would read the text "1", and drop the imaginary part of NumPy's complex numbers
@@ -171,7 +159,7 @@ def _same_number(response: str, problem: Problem) -> float:
 
 
 def _number(text: str) -> Fraction | None:
-    """The exact value of a decimal number or a fraction of one; None when the text is not a number."""
+    """Return the exact value: 0.50, 1/2 and 5e-1 are equal, 0.333 and 1/3 are not."""
     match = NUMBER.fullmatch(text.strip()) if len(text) <= MAX_NUMBER_LENGTH else None
     if match is None:
         return None
@@ -197,15 +185,13 @@ BUILT_IN: dict[str, Verifier] = {
     "math-verify": _math,
     "reasoning-gym": _reasoning,
 }
+# Bounded by themselves, however long a response is; all others are asked in processes that can be ended.
 IN_PROCESS = ("exact", "number")
-"""Bounded by themselves, however long a response is; all others are asked in processes that can be ended."""
 
 
 ATTEMPTS = 4
-MAX_BYTES = 1 << 20
-"""Of an answer that are read."""
-PAUSE_S = 0.5
-"""Before the second attempt; it doubles every further time."""
+MAX_BYTES = 1 << 20  # of an answer that are read
+PAUSE_S = 0.5  # before the second attempt; it doubles every further time
 
 
 class _Answer(msgspec.Struct):
@@ -213,7 +199,7 @@ class _Answer(msgspec.Struct):
 
 
 def remote_verifier(url: str) -> Callable[[str, Problem], Awaitable[float]]:
-    """Return the verifier at that address. Raises DataError for what is none."""
+    """Ask that address. Raises DataError for what is none."""
     try:
         parts = urlsplit(url)
         good = bool(parts.hostname) and parts.port != 0
@@ -253,23 +239,20 @@ def remote_verifier(url: str) -> Callable[[str, Problem], Awaitable[float]]:
 class MathAnswers:
     """Asks math-verify, in bounded time, from any thread of any process.
 
-    It bounds its time by a signal, which works in a main thread only and cannot stop a long C call. So it runs in a
-    child process, whose alarm ends it when one question takes too long, and which is replaced when it had to be ended.
-    The child also ends when its parent is gone.
+    Its own bound is a signal, which works in a main thread alone and cannot stop a long C call. So a child runs it,
+    whose alarm ends it.
     """
 
-    def __init__(self, question_timeout_s: int = MATH_QUESTION_S) -> None:
-        self._question_timeout_s = question_timeout_s
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._owner = 0  # process that started the child; after a fork the other process starts its own
 
     def readable(self, answer: str) -> bool:
-        """Return whether math-verify finds an expression in a problem's answer."""
         return self._ask({"answer": answer})
 
     def equal(self, answer: str, response: str) -> bool:
-        """Return whether the last expression of `response` equals `answer`; False when finding out takes too long."""
+        """Compare the response's last expression; False when that takes too long."""
         return self._ask({"answer": answer, "response": response})
 
     def close(self) -> None:
@@ -283,7 +266,7 @@ class MathAnswers:
             try:
                 child.stdin.write(json.dumps(question).encode() + b"\n")
                 child.stdin.flush()
-                line = _read_line(child, self._question_timeout_s + 5.0)
+                line = _read_line(child, MATH_QUESTION_S + 5.0)
             except BrokenPipeError:
                 line = b""
             if line:
@@ -299,7 +282,7 @@ class MathAnswers:
     def _running_child(self) -> subprocess.Popen[bytes]:
         if self._child is not None and self._owner == os.getpid():
             return self._child
-        command = [sys.executable, "-m", "specactor.data.verifiers", str(self._question_timeout_s)]
+        command = [sys.executable, "-m", "specactor.data.verifiers"]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._owner = os.getpid()
         if not _read_line(self._child, MATH_START_S):
@@ -311,7 +294,6 @@ class MathAnswers:
         return self._child
 
     def _end_child(self) -> int | None:
-        """End the child, and return its exit status."""
         child, self._child = self._child, None
         if child is None or self._owner != os.getpid():
             return None
@@ -327,7 +309,7 @@ class MathAnswers:
 
 
 def _read_line(child: subprocess.Popen[bytes], timeout_s: float) -> bytes:
-    """One line without its end; empty when the child ended or said nothing in time."""
+    """Return nothing when the child ended, or was silent for too long."""
     assert child.stdout is not None
     deadline = time.monotonic() + timeout_s
     line = b""
@@ -340,8 +322,7 @@ def _read_line(child: subprocess.Popen[bytes], timeout_s: float) -> bytes:
     return line[:-1]
 
 
-def serve_math(question_timeout_s: int) -> None:
-    """Answer the questions on standard input until it ends; this is the child."""
+def serve_math() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, in the midst of C code too
     resource.setrlimit(resource.RLIMIT_AS, (MATH_MEMORY_BYTES, MATH_MEMORY_BYTES))
@@ -351,7 +332,7 @@ def serve_math(question_timeout_s: int) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         question: dict[str, str] = json.loads(line)  # half surrogate pairs included, which msgspec refuses
-        signal.alarm(question_timeout_s)
+        signal.alarm(MATH_QUESTION_S)
         answer = parse(_as_math(question["answer"]), fallback_mode="no_fallback", parsing_timeout=None)
         good = bool(answer)
         if good and "response" in question:
@@ -362,7 +343,7 @@ def serve_math(question_timeout_s: int) -> None:
 
 
 def _as_math(answer: str) -> str:
-    """math-verify reads LaTeX only inside a mathematical environment; a bare answer is put into one."""
+    """Put a bare answer into the mathematical environment that math-verify wants."""
     return answer if "$" in answer or "\\boxed" in answer or "\\(" in answer else f"\\boxed{{{answer}}}"
 
 
@@ -370,4 +351,4 @@ MATH_ANSWERS = MathAnswers()  # the child is started by the first question of a 
 atexit.register(MATH_ANSWERS.close)
 
 if __name__ == "__main__":
-    serve_math(int(sys.argv[1]))
+    serve_math()

@@ -1,10 +1,7 @@
-"""What all ranks do together: join in groups, exchange values, run a phase, fail.
+"""What all ranks do together.
 
-`init_groups` sets up torch.distributed, Megatron's parallel state and random seeds of a trainer rank.
-
-Invariants: every exchange is bounded by the process group's timeout; a busy rank keeps the others alive by a
-heartbeat; when one rank fails in a phase, every rank leaves it with an error; only typed msgspec bytes travel; no
-exchange touches a GPU.
+Invariants: the process group's timeout bounds every exchange; when one rank fails in a phase, all leave it with an
+error; no exchange touches a GPU.
 """
 
 from __future__ import annotations
@@ -39,11 +36,8 @@ _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # the gloo group besi
 
 
 def control_group(timeout_s: float | None = None) -> dist.ProcessGroup | None:
-    """Return the gloo group of all ranks, None if it is the default one; all ranks make it together, at the first call.
-
-    Idle ranks wait in it for hours. NCCL would spin on GPUs where engines run, and notice a dead rank only after its
-    timeout. `timeout_s` is the longest wait in one exchange; None for torch's default.
-    """
+    """Return all ranks' gloo group, or None if it is the default one. NCCL would spin on GPUs where engines run, and
+    notice a dead rank only after its timeout."""
     if dist.get_backend() == "gloo":
         return None
     default = dist.group.WORLD
@@ -62,12 +56,8 @@ def leave() -> None:
 def init_groups(
     layout: Layout, parallel: ParallelConfig, *, seed: int, local_rank: int, store: Store | None = None
 ) -> torch.device:
-    """Join the job that torchrun started and set up all groups of `layout`; returns this rank's device. Collective.
-
-    The model's tensors go through NCCL with a GPU and gloo without. An existing default process group is used.
-    `local_rank` is this rank's number among those of its launcher, and that of its GPU. Ranks find each other in
-    `store`, by default the launcher's, which must then be new.
-    """
+    """Set up groups and seeds of a rank that torchrun started; return its device. Collective. The ranks meet in
+    `store`, by default the launcher's, which must then be new."""
     from specactor.cpu import megatron as cpu_platform
 
     cpu_platform.install()
@@ -102,7 +92,7 @@ def init_groups(
 
 
 def destroy_groups(*, keep_process_group: bool = False) -> None:
-    """Leave all groups; with `keep_process_group` another layout can be set up in the same processes."""
+    """Leave all groups; with `keep_process_group` the same processes can set up another layout."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -111,8 +101,6 @@ def destroy_groups(*, keep_process_group: bool = False) -> None:
 
 
 class Collective:
-    """Exchanges over all trainer ranks."""
-
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
@@ -120,12 +108,11 @@ class Collective:
 
     @property
     def store(self) -> Store | None:
-        """Where ranks may tell each other what is not waited for; None where there is one rank."""
         found: Store = dist.distributed_c10d._get_default_store()
         return found if self.world > 1 else None
 
     def gather_bytes(self, payload: bytes, *, only_first: bool = False) -> list[bytes]:
-        """Return every rank's payload, by rank, on every rank; `only_first`: on rank 0, and nothing elsewhere."""
+        """Return every rank's payload, by rank; with `only_first` on rank 0 alone."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64), group=control_group())
         lengths = [int(size) for size in sizes]
@@ -140,20 +127,14 @@ class Collective:
         return [bytes(part[:n].numpy()) for part, n in zip(parts, lengths, strict=False)]
 
     def gather(self, value: T, kind: type[T] | GenericAlias, *, only_first: bool = False) -> list[T]:
-        """Return every rank's value of type `kind`, by rank. Raises msgspec.ValidationError on foreign data."""
+        """Return every rank's value, by rank. Raises msgspec.ValidationError on foreign data."""
         decoder, own = msgspec.msgpack.Decoder(kind), msgspec.msgpack.encode(value)
         return [decoder.decode(part) for part in self.gather_bytes(own, only_first=only_first)]
 
     def pass_bytes(
         self, outgoing: Iterable[tuple[torch.Tensor, int]], incoming: Iterable[tuple[torch.Tensor, int]]
     ) -> None:
-        """Send bytes to ranks, and receive into memory from ranks; what one rank has for another goes in that order.
-        Nothing is copied on the way to and from the network.
-
-        Args:
-            outgoing: (uint8 [N] of the host, to which rank).
-            incoming: (uint8 [N] of the host, from which rank).
-        """
+        """Exchange tensors (uint8 [N] on the host) with ranks, without copies; between two ranks their order holds."""
         group = control_group()
         works = [dist.irecv(part, rank, group=group) for data, rank in incoming for part in _messages(data)]
         works += [dist.isend(part, rank, group=group) for data, rank in outgoing for part in _messages(data)]
@@ -170,11 +151,8 @@ class Collective:
         self.any(False)
 
     def together(self, phase: str, work: Callable[[], T]) -> T:
-        """Run `work`, which uses no collective, on every rank; return this rank's result when all are done.
-
-        A busy rank joins an exchange every `HEARTBEAT_S`. Where work fails, its own error is raised, and on other ranks
-        PeerFailedError, which names the rank and the cause.
-        """
+        """Run `work`, which uses no collective, on every rank; return this rank's result when all are done. Where it
+        fails, its own error is raised, and PeerFailedError on other ranks."""
         own = _in_thread(phase, work)
         while True:
             wait([own], HEARTBEAT_S)
@@ -186,7 +164,6 @@ class Collective:
                 return own.result()
 
     def _fail(self, phase: str, own: Future[T]) -> NoReturn:
-        """Raise, with the cause, on every rank."""
         error = own.exception() if own.done() else None
         causes = self.gather("" if error is None else f"{type(error).__name__}: {error}", str)
         if error is not None:
@@ -205,7 +182,7 @@ def _messages(data: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _in_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """Run the work in a thread that ends with the process, which those of an executor do not."""
+    """Run the work in a daemon thread: an executor's would not end with the process."""
     future: Future[T] = Future()
 
     def call() -> None:

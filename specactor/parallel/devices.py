@@ -1,7 +1,7 @@
-"""What this machine has: accelerators, memory, and the optional packages that really work here.
+"""What this machine has.
 
-Invariants: a package that crashes on import (PyPI's transformer-engine without a GPU) or that is another project of
-the same name (PyPI's apex) is never imported into this process; a probe has a bound in time.
+Packages that crash on import (PyPI's transformer-engine without a GPU) or are another project (PyPI's apex) are tried
+in another process.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import psutil  # type: ignore[import-untyped]
 
 PROBE_S = 120  # longest import of an optional package
 
+# Module -> (its distribution, a statement that succeeds where it works).
 PROBES = {
     "transformer_engine": ("transformer-engine", "import transformer_engine.pytorch as m; m.Linear, m.LayerNorm"),
     "apex": ("apex", "from apex.optimizers import FusedAdam"),
@@ -31,7 +32,6 @@ PROBES = {
     "deepspeed": ("deepspeed", "import deepspeed; deepspeed.initialize"),
     "torch_memory_saver": ("torch-memory-saver", "import torch_memory_saver"),
 }
-"""Module -> (its distribution, a statement that succeeds where it works)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,6 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """An optional package. ``works`` is false where it is missing, and where it is installed but does not import."""
-
     version: str  # empty where it is missing
     works: bool
     problem: str = ""  # last line of the error with which it failed to import
@@ -51,21 +49,15 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """The devices and packages that were found on this machine."""
-
     gpus: tuple[Gpu, ...]
     cores: int
     memory_bytes: int  # of the machine, or of its container where that is less
     packages: dict[str, Package]  # by module name, see `PROBES`
     wandb_key: bool  # whether wandb would find credentials
 
-    def has(self, module: str) -> bool:
-        return self.packages[module].works
-
 
 def detect(environ: Mapping[str, str] | None = None) -> Devices:
-    """Look at this machine; optional packages are tried in processes of their own, which takes seconds. `environ` holds
-    the variables that may have wandb's key; none are looked at by default."""
+    """Look at this machine, which takes seconds."""
     with ThreadPoolExecutor(max_workers=2) as pool:
         found = dict(zip(PROBES, pool.map(probe, PROBES), strict=True))
     return Devices(
@@ -78,7 +70,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Devices:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The accelerators that torch can use; none with torch's CPU build, also under the CPU platform."""
+    """Return what torch can use; none with its CPU build."""
     if importlib.util.find_spec("torch") is None:
         return ()
     import torch
@@ -90,7 +82,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def return_unused() -> None:
-    """Return the memory that torch keeps for later tensors, and malloc, so that other processes can take it."""
+    """Give other processes the memory that torch and malloc keep."""
     if gpus():
         import torch
 
@@ -100,14 +92,14 @@ def return_unused() -> None:
 
 
 def trim_heap() -> None:
-    """Return free pages of the heap. In a step large tensors come and go between small ones that stay, and glibc alone
-    returns no page below one that is used: 1,000 steps of a tiny model left 600 MiB behind."""
+    """Return free pages: glibc alone returns none below a page in use, and 1,000 steps of a tiny model left 600 MiB
+    behind."""
     with contextlib.suppress(OSError, AttributeError):  # other C libraries have no such call
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def gpu_uuid(number: int) -> str:
-    """Return the name of a GPU that means the same to every process, whatever CUDA_VISIBLE_DEVICES each has."""
+    """Return a name that does not depend on CUDA_VISIBLE_DEVICES."""
     import torch
 
     properties = torch.cuda.get_device_properties(number)
@@ -116,12 +108,11 @@ def gpu_uuid(number: int) -> str:
 
 
 def numbers() -> tuple[int, ...]:
-    """Return the numbers of the GPUs here, or of the cores that this process may use where there are none."""
+    """Return the GPUs' numbers; without any, those of this process's cores."""
     return tuple(range(len(gpus()))) or tuple(sorted(os.sched_getaffinity(0)))
 
 
 def probe(module: str) -> Package:
-    """Return whether an optional package is installed, and imports in a process of its own."""
     distribution, statement = PROBES[module]
     if importlib.util.find_spec(module) is None:
         return Package(version="", works=False)
@@ -142,7 +133,6 @@ def probe(module: str) -> Package:
 
 
 def wandb_key(environ: Mapping[str, str], home: Path) -> bool:
-    """Return whether wandb's key is in the environment or in a netrc file."""
     if environ.get("WANDB_API_KEY"):
         return True
     for file in (Path(environ.get("NETRC", home / ".netrc")), home / "_netrc"):

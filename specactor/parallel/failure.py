@@ -1,8 +1,7 @@
 """All ranks fail together, with one message that names the rank and the cause.
 
-Invariants: one failure has one report, on stderr, by the first rank that takes a ticket from the launcher's store, or
-one per host where that is gone; a rank that fails because of a peer lets that peer report first; a rank that torchrun
-ends is gone at once, over several hosts after `LINGER_S`; after Ctrl-C every rank is gone within `GRACE_S`.
+Invariants: one failure has one report, by the first rank that takes a ticket from the launcher's store, or one per host
+where that is gone; a rank that fails because of a peer lets it report first; after Ctrl-C all are gone in `GRACE_S`.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from specactor.errors import PeerFailedError, SpecActorError
 
 GRACE_S = 10.0  # longest wait for a lost peer's own report, and for an orderly end after Ctrl-C
 LINGER_S = 5.0
-"""Over several hosts a failed rank stays for so long, and the launcher's store with it: ranks of other hosts ask it
-whether someone has reported, and where it is gone, the first rank of a host that is still there reports."""
+"""Over several hosts a failed rank, and the launcher's store with it, stays for so long: other hosts' ranks ask it
+whether someone has reported. Where it is gone, the first rank of a host that is still there reports."""
 RESUME = "Continue with the same command and --resume auto."
 
 _TICKETS = "specactor/failed_ranks"
@@ -37,8 +36,6 @@ _NOTICE_S = 1.0  # longest time between a peer's closed connections and its end
 
 
 class Store(Protocol):
-    """The part of torch.distributed.Store that is needed."""
-
     def add(self, key: str, amount: int) -> int: ...
 
 
@@ -58,7 +55,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def here(cls, local_rank: int = 0, *, gpu: str = "") -> Member:
-        """Describe this process; `gpu` is the UUID of its GPU, empty where it has none."""
+        """Describe this process; `gpu` is its GPU's UUID."""
         return cls(
             machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             pid=os.getpid(),
@@ -72,7 +69,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         return View(self.machine, self.visible)
 
     def gone(self) -> bool:
-        """Return whether the process has ended. Only for members on this machine."""
+        """Say whether it has ended; for members on this machine."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
         except (FileNotFoundError, ProcessLookupError):
@@ -80,7 +77,6 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tell_launcher(message: str) -> None:
-    """Have torchrun end its own report of the failure with `message`."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):  # the message itself has been printed already
             # Its root cause is the earliest failure in whole seconds; peers end within the same second.
@@ -89,7 +85,6 @@ def tell_launcher(message: str) -> None:
 
 
 def launcher_store(address: str, port: int) -> Store | None:
-    """The store that torchrun keeps for its ranks; None where it cannot be reached."""
     import torch.distributed as dist
 
     try:
@@ -110,19 +105,14 @@ class Failures:
         self._told = False  # whether another rank was seen to have reported
 
     def use(self, store: Store) -> None:
-        """Take tickets from this store from now on: the launcher's may have those of an earlier start."""
+        """Take tickets here: the launcher's store may have those of an earlier start."""
         self._store = store
 
     def know(self, members: Sequence[Member]) -> None:
-        """Know all ranks of the job, in their order: a report can then name one that was killed."""
         self._members = members
 
     def report(self, message: str, *, trace: str = "", asks: bool = True) -> None:
-        """Print, unless this or another rank has reported already.
-
-        Args:
-            asks: whether the launcher's store can be asked what other ranks did.
-        """
+        """Print, unless a rank has reported already; `asks`: the store can be asked whether one has."""
         if self._reported.acquire(blocking=False) and (not asks or self._tickets(1) == 1):
             line = f"specactor: rank {self.rank}: {message}"
             tell_launcher(line)  # first, since torchrun ends this rank as soon as a peer has seen the ticket and left
@@ -131,13 +121,12 @@ class Failures:
             time.sleep(LINGER_S)
 
     def wait_for_report(self) -> None:
-        """Wait until another rank has reported, for at most `GRACE_S`."""
         deadline = time.monotonic() + GRACE_S
         while self._store is not None and time.monotonic() < deadline and self._tickets(0) == 0:
             time.sleep(_LOOK_EVERY_S)
 
     def lost(self) -> str:
-        """Return which ranks of this machine are gone; empty when none is, or another rank has reported."""
+        """Return ranks of this machine that are gone; empty if another rank has reported."""
         mine = Member.here()
         deadline = time.monotonic() + _NOTICE_S
         while True:
@@ -148,23 +137,21 @@ class Failures:
             time.sleep(_LOOK_EVERY_S)
 
     def over_hosts(self) -> bool:
-        """Return whether ranks of other hosts take part."""
         return len({member.machine for member in self._members}) > 1
 
     def on_silent(self, what: str) -> None:
-        """A host is lost; for the others that is rank 0's, and with it the store."""
+        """For other hosts the lost one is rank 0's, and with it the store."""
         self.report(f"{what} {RESUME}", asks=self.rank == 0)
         os._exit(1)
 
     def on_sigterm(self) -> None:
-        """torchrun ends this rank: because another is gone, or because someone ended torchrun."""
         lost = self.lost()
         ended = "ended by SIGTERM" + (": the launcher of rank 0 is gone" if self._store_is_gone else "")
         self.report(f"{lost} was killed or crashed. {RESUME}" if lost else self.saw or f"{ended}. {RESUME}")
         os._exit(128 + signal.SIGTERM)
 
     def on_sigint(self) -> None:
-        """The main thread gets KeyboardInterrupt; one that is stuck in a library must not outlive it."""
+        """The main thread may be stuck in a library."""
         time.sleep(GRACE_S)
         os._exit(128 + signal.SIGINT)
 
@@ -181,14 +168,13 @@ class Failures:
         return found
 
     def _is_first_here(self) -> bool:
-        """Return whether no rank of this machine before this one is there."""
         here = self._members[self.rank].machine
         return all(member.machine != here or member.gone() for member in self._members[: self.rank])
 
 
 @contextmanager
 def failure_guard(rank: int, store: Store | None) -> Iterator[Failures]:
-    """Turn any error of the body into one report on stderr and exit code 1 (130 after Ctrl-C, 143 after SIGTERM)."""
+    """Turn any error into one report and exit code 1 (130 after Ctrl-C, 143 after SIGTERM)."""
     failures = Failures(rank, store)
     with _signals({signal.SIGTERM: failures.on_sigterm, signal.SIGINT: failures.on_sigint}):
         try:
@@ -220,8 +206,8 @@ def failure_guard(rank: int, store: Store | None) -> Iterator[Failures]:
 
 @contextmanager
 def _signals(actions: dict[signal.Signals, Callable[[], None]]) -> Iterator[None]:
-    """Run the action of a signal in a thread, also while the main thread is inside a library call. SIGTERM no longer
-    ends the process by itself; SIGINT still raises KeyboardInterrupt in the main thread."""
+    """Run a signal's action in a thread, also during library calls. SIGTERM no longer ends the process; SIGINT still
+    raises KeyboardInterrupt."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
 
@@ -246,7 +232,6 @@ def _signals(actions: dict[signal.Signals, Callable[[], None]]) -> Iterator[None
 
 
 def _is_lost_peer(error: Exception) -> bool:
-    """Return whether the error is what a collective raises when another rank is gone."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER)
 
 

@@ -1,7 +1,7 @@
 """Which rank holds what. PURE: integers in, integers out.
 
-Invariants: every rank has exactly one coordinate; the product of all dimensions is the world size; a layout that
-Megatron-core would refuse is refused here first, with the way out.
+Invariants: every rank has one coordinate; the dimensions' product is the world size; Megatron-core's refusals come here
+first.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from specactor.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes that a layout must divide, as in a Hugging Face ``config.json``."""
-
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -43,7 +41,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, model_dir: Path) -> ModelShape:
-        """Read a folder's ``config.json``. Raises ConfigError when it is no Hugging Face model."""
+        """Read a folder. Raises ConfigError where it is no Hugging Face model."""
         file = model_dir / "config.json"
         if not file.is_file():
             raise ConfigError.at(
@@ -80,12 +78,12 @@ _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_lay
 
 
 def has_mtp(raw: Mapping[str, Any]) -> bool:
-    """Return whether a config.json has an MTP layer that learns and drafts here: one family's does."""
+    """Return whether it has an MTP layer that learns and drafts here."""
     return bool(raw.get("architectures") == ["MiMoForCausalLM"] and raw.get("num_nextn_predict_layers") == 1)
 
 
 def _refuse_mtp(raw: dict[str, Any], file: Path) -> None:
-    """Raise ConfigError for layers that predict further tokens, where they would neither learn nor draft."""
+    """Raise ConfigError for MTP layers that would neither learn nor draft."""
     if has_mtp(raw):
         return
     names = [name for name in raw.get("architectures") or () if name.endswith(("MTP", "NextN"))]
@@ -102,8 +100,6 @@ def _refuse_mtp(raw: dict[str, Any], file: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the trainer's dimensions for one world size."""
-
     world: int
     tensor: int
     pipeline: int
@@ -113,12 +109,12 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Return how many copies of the dense part see different sequences."""
+        """Return how many copies see different sequences."""
         return self.world // (self.tensor * self.pipeline * self.context)
 
 
 def check(config: Config, world: int, shape: ModelShape) -> Layout:
-    """Return the layout of `config` on `world` ranks. Raises ConfigError for one that cannot run."""
+    """Return the layout. Raises ConfigError for one that cannot run."""
     p = config.parallel
     _check_world(p, world)
     _check_shape(config, shape)
@@ -148,7 +144,6 @@ def check(config: Config, world: int, shape: ModelShape) -> Layout:
 
 
 def _check_world(p: ParallelConfig, world: int) -> None:
-    """Raise ConfigError where the dimensions do not divide the ranks."""
     for names, size, remedy in (
         (
             "tensor x pipeline x context",
@@ -165,7 +160,6 @@ def _check_world(p: ParallelConfig, world: int) -> None:
 
 
 def _check_shape(config: Config, shape: ModelShape) -> None:
-    """Raise ConfigError where the dimensions do not divide the model, or a response exceeds its context."""
     p, rule = config.parallel, rules_of(config)
     rule("parallel.expert", p.expert == 1 or shape.num_experts > 0, "1 for a dense model", "Use --parallel.expert 1.")
     rule(
@@ -223,19 +217,18 @@ def _check_shape(config: Config, shape: ModelShape) -> None:
 
 ENGINE_RESERVED_TOKENS = 2  # SGLang keeps this many tokens of a sequence's room for itself
 ENGINE_RESERVED_OF_INPUT = 7
-"""And this many of the room of what it is given: prompt, and beginning of the response
+"""Of its input, which is a prompt and the beginning of a response, it keeps so many
 (``sglang/srt/managers/tp_worker.py``, ``max_req_input_len``, which an input must stay below)."""
 
 
 def reserved_tokens(rollout: RolloutConfig) -> int:
-    """Return how many tokens of a sequence's room requests may not use. With `partial` a request that was stopped must
-    be short enough as an input, with one token left to emit."""
+    """Return the tokens of a sequence's room that SGLang keeps. With `partial` a stopped request must fit as an input,
+    with one token left to emit."""
     return ENGINE_RESERVED_OF_INPUT - 1 if rollout.partial else ENGINE_RESERVED_TOKENS
 
 
 def longest_prompt(config: Config, max_position: int) -> int:
-    """Return how many tokens a prompt may have beside its response, in model, KV cache and micro-batch. Raises
-    ConfigError when that is none at all."""
+    """Return the tokens that fit beside a response in model, KV cache and micro-batch. Raises ConfigError for none."""
     p, reserved = config.parallel, reserved_tokens(config.rollout)
     padding = 2 * p.context * p.tensor if p.context > 1 else p.tensor
     rooms = {
@@ -255,18 +248,16 @@ def longest_prompt(config: Config, max_position: int) -> int:
 
 
 def longest_text(config: Config, max_position: int) -> int:
-    """Return the tokens that an engine has room for in a sequence: those of the longest prompt and its response."""
     return longest_prompt(config, max_position) + config.rollout.max_new_tokens + reserved_tokens(config.rollout)
 
 
 def engine_owner(engine: int, *, engine_tensor: int) -> int:
-    """Return the rank that starts, drives and stops an engine, on the devices of ranks owner..owner+engine_tensor-1."""
+    """Return the first of the ranks that share their devices with the engine."""
     return engine * engine_tensor
 
 
 def own_device(local_rank: int, visible: int) -> int:
-    """Return the number of a rank's GPU among the `visible` ones: its own, or the only one that it was given. Raises
-    ConfigError when a launcher started more ranks than it has GPUs."""
+    """Return a rank's GPU. Raises ConfigError for more ranks than GPUs."""
     if visible > 1 and local_rank >= visible:
         raise ConfigError.at(
             "torchrun --nproc-per-node",
@@ -280,11 +271,8 @@ def own_device(local_rank: int, visible: int) -> int:
 def engine_devices(
     engine: int, machines: Sequence[str], devices: Sequence[int | str], *, engine_tensor: int
 ) -> tuple[int | str, ...]:
-    """Return the devices of an engine, which are those of the ranks that it shares them with.
-
-    `machines` and `devices` hold each rank's host, and its GPU's UUID, or its core's number without one. Raises
-    ConfigError for an engine over several hosts, and when two of the ranks have one GPU.
-    """
+    """Return GPUs' UUIDs, or cores' numbers. Raises ConfigError for an engine over several hosts, and two ranks on one
+    GPU."""
     first = engine_owner(engine, engine_tensor=engine_tensor)
     ranks = range(first, first + engine_tensor)
     if len({machines[rank] for rank in ranks}) > 1:
@@ -311,10 +299,7 @@ def engine_devices(
 def place_engine(
     engine: int, views: Sequence[Hashable], local_ranks: Sequence[int], *, engine_tensor: int, pooled: bool
 ) -> tuple[int, int]:
-    """Return (rank that starts the engine, number of its first device as that rank counts devices).
-
-    `views` are the ranks' hosts with the devices that they see, `local_ranks` their numbers among the ranks of a
-    launcher. With `pooled` the first of the ranks with equal views starts the engines of all.
-    """
+    """Return (rank that starts the engine, number of its first device there); if `pooled`, the first rank of a view
+    starts all its engines."""
     rank = engine_owner(engine, engine_tensor=engine_tensor)
     return (views.index(views[rank]) if pooled else rank), local_ranks[rank]

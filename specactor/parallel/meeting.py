@@ -1,13 +1,7 @@
-"""What the ranks of a job tell each other first, and how hosts that fall silent are noticed.
+"""How ranks meet, and how silent hosts are noticed.
 
-Ranks tell which program they run, and by which way their hosts are reached. A host that lost power or its network
-closes no connection, so `HostWatch` misses its beats.
-
-Invariants: whatever is wrong is raised on every rank that is there, with one message; what an earlier start of the same
-job left in the launcher's store means nothing to this one; every wait has a bound, also while a connection hangs; a
-host that has left in good order is not missed; time in which this process itself did not run counts against nobody.
-Nothing is sent to find by which address other hosts reach this one, and an address that only this host knows (loopback)
-is found only where its interface is named.
+Invariants: errors are raised with one message on every rank that is there; leftovers of an earlier start mean nothing;
+every wait has a bound; a host that left in good order is not missed.
 """
 
 from __future__ import annotations
@@ -26,7 +20,6 @@ from datetime import timedelta
 from importlib.metadata import version
 from ipaddress import ip_address
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
@@ -38,36 +31,27 @@ from specactor.parallel.failure import Member
 
 MEET_S = 300.0
 """Longest wait for the last rank: hosts that read their packages from one disk may differ by minutes."""
-CONNECT_S = 30.0
-"""Longest wait for the launcher's store, which was there before this rank."""
+CONNECT_S = 30.0  # longest wait for the launcher's store, which was there before this rank
 _PACKAGES = ("torch", "megatron-core", "mbridge", "sglang", "transformers")
 _TOKEN = "specactor/token"
 _ASK_AGAIN_S = 1.0
+# The variable that names the network interface between hosts; `meet` sets it where nobody did.
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The environment variable that names the network interface between hosts; `meet` sets it where nobody did."""
 _ANY_PORT = 9
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
-    """This is what one rank tells the others."""
-
     host: str
     machine: str
-    address: str
-    """By which it reaches the host of rank 0; empty where it does not."""
+    address: str  # by which it reaches the host of rank 0; empty: it does not
     program: str
-    settings: dict[str, str]
-    """By dotted name."""
+    settings: dict[str, str]  # by dotted name
     nonce: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
-    """Of this process."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """It is what rank 0 makes of all greetings."""
-
     problem: str
-    hosts: tuple[str, ...]
-    """Name of each rank's host."""
+    hosts: tuple[str, ...]  # each rank's
     machines: tuple[str, ...]
     addresses: tuple[str, ...]
     nonces: tuple[str, ...]
@@ -75,24 +59,18 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """All ranks of one start of the job."""
-
-    open_store: Callable[[], Store]
-    """Opens a connection of its own to a store that only this start of the job has."""
-    hosts: tuple[str, ...]
-    """Name of each rank's host."""
-    machines: tuple[str, ...]
-    """Of each rank, what tells its host from others."""
+    open_store: Callable[[], Store]  # connects anew to a store that only this start of the job has
+    hosts: tuple[str, ...]  # each rank's name
+    machines: tuple[str, ...]  # tell each rank's host from others
 
 
 def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, object]) -> Meeting:
-    """Wait for all ranks; return what they have in common. Sets the interface that gloo uses over several hosts.
+    """Wait for all ranks; set the interface that gloo uses over several hosts.
 
     Args:
-        head: host of the launcher's store, which is that of rank 0.
-        config: the resolved settings.
+        head: host of the launcher's store, and of rank 0.
 
-    Raises ConfigError where hosts cannot reach each other, and where two ranks run different programs or settings.
+    Raises ConfigError where hosts cannot reach each other, or differ in program or settings.
     """
     own = Greeting(
         host=socket.gethostname(),
@@ -102,7 +80,7 @@ def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, ob
         settings=flat(config),
     )
     store = _connected(head, port)
-    token, verdict = (_hold if rank == 0 else _join)(store, own, rank, world)
+    token, verdict = _hold(store, own, world) if rank == 0 else _join(store, own, rank)
     if verdict.problem:
         raise ConfigError(verdict.problem)
     if len(set(verdict.machines)) > 1 and INTERFACE not in os.environ:
@@ -115,8 +93,7 @@ def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, ob
     return Meeting(open_store=open_store, hosts=verdict.hosts, machines=verdict.machines)
 
 
-def _hold(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verdict]:
-    """Rank 0 asks the others under a name that nobody had before."""
+def _hold(store: Store, own: Greeting, world: int) -> tuple[str, Verdict]:
     token = uuid.uuid4().hex
     store.set(_TOKEN, token)
     greetings = [own]
@@ -142,8 +119,8 @@ def _hold(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verd
     return token, verdict
 
 
-def _join(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verdict]:
-    """The others answer until a verdict names them: what they read first may be of an earlier start."""
+def _join(store: Store, own: Greeting, rank: int) -> tuple[str, Verdict]:
+    """Answer until a verdict names this process; the first may be of an earlier start."""
     store.set_timeout(timedelta(seconds=MEET_S))
     deadline = time.monotonic() + 2 * MEET_S
     while time.monotonic() < deadline:
@@ -163,7 +140,6 @@ def _join(store: Store, own: Greeting, rank: int, world: int) -> tuple[str, Verd
 
 
 def _connected(head: str, port: int) -> Store:
-    """Connect to the launcher's store. Raises ConfigError where there is no way to it."""
     try:
         return TCPStore(head, port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
     except RuntimeError:
@@ -177,7 +153,7 @@ def _connected(head: str, port: int) -> Store:
 
 
 def difference(greetings: Sequence[Greeting]) -> str:
-    """Say in what the first rank that is unlike rank 0 differs; empty where all are alike."""
+    """Say how the first rank unlike rank 0 differs; empty where none does."""
     first = greetings[0]
     for rank, other in enumerate(greetings):
         if other.program != first.program:
@@ -197,7 +173,7 @@ def difference(greetings: Sequence[Greeting]) -> str:
 
 
 def program() -> str:
-    """Name what runs: a digest of the project's files, and the versions that decide what is computed."""
+    """Return a digest of our files, and the versions that decide what is computed."""
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.blake2b(digest_size=4)
     for file in sorted(package.rglob("*.py")):
@@ -207,33 +183,26 @@ def program() -> str:
 
 
 def flat(config: Mapping[str, object], above: str = "") -> dict[str, str]:
-    """Return settings by their dotted names."""
     found: dict[str, str] = {}
     for name, value in config.items():
         found |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": repr(value)}
     return found
 
 
-SILENT_S = 30.0
-"""A host that has not been heard of for so long is taken to be lost."""
+SILENT_S = 30.0  # a host not heard of for so long is lost
 _BEAT_S = 2.0
 _LOOK_S = 0.5
-_LEFT = 1 << 40
-"""More beats than there will be: the host has left in good order."""
+_LEFT = 1 << 40  # more beats than there will be: the host has left in good order
 
 
 class HostWatch:
-    """A context in which this host is heard of, and lost ones are noticed.
+    """Notices lost hosts while it is entered.
 
-    All ranks of a host beat for it: one may be in a long call that lets no other thread run. The first watches. The
-    host of rank 0, where the launcher's store is, watches all; the others watch whether it answers.
+    All ranks of a host beat: one may be in a call that lets no other thread run. The first one watches: on rank 0's
+    host all hosts, elsewhere that one, where the store is.
     """
 
     def __init__(self, meeting: Meeting, rank: int, on_silent: Callable[[str], None]) -> None:
-        """
-        Args:
-            on_silent: is told of a lost host, in a thread; it ends the process.
-        """
         firsts = [meeting.machines.index(machine) for machine in dict.fromkeys(meeting.machines)]
         self._meeting, self._rank, self._on_silent = meeting, rank, on_silent
         self._first = meeting.machines.index(meeting.machines[rank])
@@ -249,7 +218,7 @@ class HostWatch:
             thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
             thread.join(2 * _BEAT_S)
@@ -265,7 +234,6 @@ class HostWatch:
                 self._stop.wait(_BEAT_S)
 
     def _exchange(self, store: Store) -> None:
-        """Beat, and take in the beats of others, until the context ends."""
         going = True
         while going:
             going = not self._stop.wait(_BEAT_S)
@@ -294,8 +262,8 @@ class HostWatch:
 
 
 def own_address(peers: Sequence[str]) -> str:
-    """Return this host's address on the interface that GLOO_SOCKET_IFNAME names, or, where it names none, on the way to
-    the first peer outside. Raises ConfigError where there is none."""
+    """Return the address on GLOO_SOCKET_IFNAME's interface, or on the way to the first peer outside. Raises ConfigError
+    for none."""
     named = os.environ.get(INTERFACE, "").partition(",")[0]
     found = next(iter(_addresses_of(named)), "") if named else leading_out(peers)
     if not found:
@@ -310,12 +278,12 @@ def own_address(peers: Sequence[str]) -> str:
 
 
 def leading_out(peers: Sequence[str]) -> str:
-    """Return the address on the way to the first of `peers` that is not this host itself; empty where none is."""
+    """Return the address on the way to the first of `peers` that is not this host."""
     return next(filter(_leads_out, map(towards, peers)), "")
 
 
 def towards(peer: str) -> str:
-    """Return the sender that a packet to that host would have; empty where there is no way to it."""
+    """Return the sender of a packet to that host, without sending any; empty where there is no way."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -326,7 +294,6 @@ def towards(peer: str) -> str:
 
 
 def own_addresses() -> list[str]:
-    """Return all addresses of this host, but for those that name an interface."""
     return [address for name in psutil.net_if_addrs() for address in _addresses_of(name)]
 
 
@@ -337,7 +304,6 @@ def _addresses_of(interface: str) -> list[str]:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface that has that address of this host."""
     return str(next(name for name, each in psutil.net_if_addrs().items() if address in {of.address for of in each}))
 
 

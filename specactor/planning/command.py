@@ -1,9 +1,6 @@
-"""``specactor plan``: which devices of a cluster verify, which draft, and with what window. Needs no GPU.
+"""``specactor plan``: which devices verify, which draft, with what window.
 
-Costs are predicted from published figures of devices and models, or read from a table that ``specactor profile``
-measured. The search itself is `planning.search`.
-
-Invariants: what is wrong on the command line is one ConfigError or PlanError of one line; nothing is written.
+Invariants: what is wrong on the command line is one error of one line; nothing is written.
 """
 
 from __future__ import annotations
@@ -83,8 +80,7 @@ OptionsT = TypeVar("OptionsT", bound=Inputs)
 
 
 def parse(kind: type[OptionsT], prog: str, argv: Sequence[str], *, positive: Sequence[str]) -> OptionsT:
-    """Read the command line; ``--help`` prints and raises SystemExit(0). Options in `positive` are 1 at least. Raises
-    ConfigError for what is wrong."""
+    """Read a command line. Raises ConfigError; options in `positive` are 1 at least. ``--help`` prints and exits."""
     with one_line_errors(argv, lambda token: f"unknown setting {token}. Those there are: {prog} --help"):
         options = tyro.cli(kind, prog=prog, args=list(argv))
     rule, known = rules_of(options), options.device.lower() in map(str.lower, DEVICES)
@@ -101,10 +97,11 @@ def parse(kind: type[OptionsT], prog: str, argv: Sequence[str], *, positive: Seq
 
 
 def candidates(inputs: Inputs, *, max_requests: int, processes: bool) -> Candidates:
-    """Return the options by the cost table, or by figures, with the acceptance that is believed.
+    """Return options by the cost table or by figures. Raises ConfigError, DataError and PlanError.
 
-    `max_requests` is of one engine; `processes`: whether a drafter process in the table counts. Raises ConfigError,
-    DataError and PlanError for what cannot be planned.
+    Args:
+        max_requests: of one engine.
+        processes: whether a drafter process in the table counts.
     """
     width = inputs.max_window + 1  # one more than windows have: whether a decoupled drafter goes on
     if not inputs.cost_table:
@@ -142,7 +139,6 @@ def plans(argv: Sequence[str]) -> tuple[PlanOptions, list[RolloutPlan]]:
 
 
 def run(argv: Sequence[str], console: Console) -> None:
-    """Print the plans, or what the memory of a recipe's devices holds. Raises SpecActorError."""
     if argv and not argv[0].startswith("-"):
         show_memory(argv, console)
         return
@@ -155,7 +151,6 @@ def run(argv: Sequence[str], console: Console) -> None:
 
 
 def show_memory(argv: Sequence[str], console: Console) -> None:
-    """Print which parts take the memory of each device of a recipe, by phase of a step."""
     parser = argparse.ArgumentParser(prog=PROG, add_help=False, allow_abbrev=False)
     parser.add_argument("--devices", type=int, default=PlanOptions.devices)
     parser.add_argument("--device", default=PlanOptions.device)
@@ -184,7 +179,7 @@ def _memory_table(title: str, memory: Memory) -> Table:
 
 
 def acceptance_at(words: Sequence[str], drafter: str) -> float:
-    """Return P(a draft token is accepted) of a drafter: its own NAME=NUMBER, or a plain number. Raises ConfigError."""
+    """Return P(a draft token is accepted) of a drafter. Raises ConfigError for what is none."""
     found: dict[str, float] = {}
     for word in words:
         name, _, number = word.rpartition("=")
@@ -201,7 +196,6 @@ def acceptance_at(words: Sequence[str], drafter: str) -> float:
 
 
 def _show(options: PlanOptions, ranked: Sequence[RolloutPlan], console: Console) -> None:
-    """A table that fits 80 columns, and a line for each plan."""
     table = Table(
         title=f"{options.subject}: {options.devices} devices, {options.requests} requests",
         title_justify="left",

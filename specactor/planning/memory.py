@@ -1,8 +1,7 @@
-"""What takes the memory of a job's fullest device and host, by phase of a step: a recipe's numbers in, bytes out.
+"""Memory of a job's fullest device and host in bytes, by phase of a step.
 
 Invariants: no phase leaves out what another that holds the same tensors counts; more devices never make a row larger.
-
-Source: Megatron-core's distributed optimizer. Activations and `OVERHEAD_BYTES` are estimates.
+Source: Megatron-core's distributed optimizer.
 """
 
 from __future__ import annotations
@@ -36,13 +35,10 @@ ESTIMATED = ("activations", "logits", "overhead")  # rows that no line of code a
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on the fullest device."""
-
     rows: Mapping[str, Mapping[Phase, float]]  # what -> how much in each phase in which it is there
     device_bytes: float
 
     def of(self, phase: Phase, *, without: Collection[str] = ()) -> float:
-        """Return the sum over all rows but those of these names."""
         return sum(row.get(phase, 0.0) for name, row in self.rows.items() if name not in without)
 
     @property
@@ -50,7 +46,7 @@ class Memory:
         return max(map(self.of, PHASES)) <= self.device_bytes
 
     def check(self) -> None:
-        """Raise ConfigError where a phase needs more than the device has, without what is estimated."""
+        """Raise ConfigError where a phase needs too much even without estimates."""
         needed = {phase: self.of(phase, without=ESTIMATED) for phase in PHASES}
         fullest = max(PHASES, key=needed.__getitem__)
         if needed[fullest] > self.device_bytes:
@@ -66,11 +62,8 @@ class Memory:
 
 
 def _bytes_of_rounds(config: Config, shape: TransformerShape) -> float:
-    """Return what an engine rank keeps for the rows of its largest CUDA graph, which SGLang does not release.
-
-    A row has its logits in float32, the places of its keys, and with Triton's attention what each part of those keys
-    gives.
-    """
+    """Return what an engine rank keeps for its largest CUDA graph: logits in float32, the places of keys, and with
+    Triton's attention what each part of those gives."""
     engine, speculation = config.rollout.engine, config.rollout.speculation
     rows = engine.max_running_requests * (1 if speculation.mode == "off" else speculation.max_window + 1)
     context = longest_text(config, sys.maxsize)
@@ -89,8 +82,7 @@ def of_job(
     device_bytes: float,
     drafts: Sequence[TransformerShape] = (),
 ) -> Memory:
-    """Return the memory of a device that has a trainer rank and an engine rank; `drafts` draft in every engine, beside
-    the policy's MTP layer where the config names it."""
+    """Count a trainer rank and an engine rank; `drafts` are beside the policy's MTP layer."""
     width = BYTES[config.model.dtype]
     dense, experts = parameters(shape, layout)
     held = dense + experts
@@ -133,20 +125,21 @@ def of_job(
     return Memory(rows=rows, device_bytes=device_bytes)
 
 
-def of_host(config: Config, layout: Layout, shape: TransformerShape, devices: int) -> Memory:
-    """Return what a job holds in memory of a host of so many `devices`, whatever that has."""
-    width, held, ranks = BYTES[config.model.dtype], sum(parameters(shape, layout)), min(devices, layout.world)
+def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
+    """Return the memory of a host with so many `devices`. Raises as `memory_of`."""
+    layout, shape = _layout(config, ranks)
+    width, held, hosted = BYTES[config.model.dtype], sum(parameters(shape, layout)), min(devices, ranks)
     learning = 1 + (config.algorithm.advantage == "gae")
     saved = shape.params + shape.mtp_params
-    optimizer = learning * ranks * optimizer_bytes(config, shape, layout)
+    optimizer = learning * hosted * optimizer_bytes(config, shape, layout)
     gradients = GRADIENT_BYTES / (ADAM_BYTES["host"] + MAIN_WEIGHT_BYTES) * optimizer  # copies, for Adam to read
     on_host = config.train.optimizer_state == "host"
     rows: dict[str, dict[Phase, float]] = {
         # In bfloat16 it is in locked memory, which is kept, while engines have the devices.
         "optimizer": dict.fromkeys(PHASES, optimizer) if width < 4 else {},
         "gradients": dict.fromkeys(PHASES, gradients) if on_host else {},
-        "reference": dict.fromkeys(PHASES, width * held * ranks) if config.algorithm.kl_coef else {},
-        "buckets": dict.fromkeys(PHASES, 2.0 * config.weights_sync.bucket_bytes * ranks),
+        "reference": dict.fromkeys(PHASES, width * held * hosted) if config.algorithm.kl_coef else {},
+        "buckets": dict.fromkeys(PHASES, 2.0 * config.weights_sync.bucket_bytes * hosted),
         # What its ranks hand over and, as mirrors, what other hosts do; in a first push what is kept of that. Where
         # there is no room for it, weights go through the buckets alone.
         "policy, for engines": dict.fromkeys(PHASES, width * shape.params),
@@ -157,7 +150,6 @@ def of_host(config: Config, layout: Layout, shape: TransformerShape, devices: in
 
 
 def optimizer_bytes(config: Config, shape: TransformerShape, layout: Layout) -> float:
-    """Return the bytes of Adam's moments and main weights of one rank, wherever they are."""
     dense, experts = parameters(shape, layout)
     expert_copies = layout.world // (layout.expert * layout.expert_tensor * layout.pipeline)
     each = ADAM_BYTES[config.train.optimizer_state] + (MAIN_WEIGHT_BYTES if config.model.dtype != "float32" else 0)
@@ -165,7 +157,7 @@ def optimizer_bytes(config: Config, shape: TransformerShape, layout: Layout) -> 
 
 
 def parameters(shape: TransformerShape, layout: Layout) -> tuple[float, float]:
-    """Return how many parameters the fullest rank has, (dense, experts'): the first or last stage has an embedding."""
+    """Return (dense, experts') of the fullest rank: the first or last stage has an embedding."""
     layers = -(-shape.layers // layout.pipeline)
     router = shape.hidden * shape.experts
     dense = layers * ((shape.attention_params + shape.mlp_params - router) / layout.tensor + router)
@@ -175,7 +167,7 @@ def parameters(shape: TransformerShape, layout: Layout) -> tuple[float, float]:
 
 
 def activations(config: Config, layout: Layout, shape: TransformerShape, tokens: float) -> float:
-    """Return the bytes of one micro-batch: what is kept of each layer, and all of the one that is computed."""
+    """Return bytes of a micro-batch: what each layer keeps, and all of the one that is computed."""
     layers = -(-shape.layers // layout.pipeline)
     whole = LAYER_BYTES * tokens * shape.hidden / layout.tensor
     experts = BYTES["bfloat16"] * tokens * shape.experts_per_token * (2 * shape.hidden + 3 * shape.expert_intermediate)
@@ -188,8 +180,8 @@ def activations(config: Config, layout: Layout, shape: TransformerShape, tokens:
 
 
 def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
-    """Return the memory of a recipe's devices, one per rank. Raises ConfigError for an impossible layout, PlanError for
-    a model whose shape is not known."""
+    """Count a recipe's memory per device. Raises ConfigError for an impossible layout, PlanError for a model of unknown
+    shape."""
     layout, shape = _layout(config, ranks)
     speculation = config.rollout.speculation
     held = speculation.in_engines.values() if speculation.mode != "off" else ()
@@ -198,11 +190,6 @@ def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
         for name in held
     ]
     return of_job(config, layout, shape, device_bytes, drafts)
-
-
-def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
-    """Return the memory of a host with so many `devices` of a recipe; raises as `memory_of`."""
-    return of_host(config, *_layout(config, ranks), devices)
 
 
 def _layout(config: Config, ranks: int) -> tuple[Layout, TransformerShape]:
@@ -219,7 +206,6 @@ def _layout(config: Config, ranks: int) -> tuple[Layout, TransformerShape]:
 
 
 def _made(policy: TransformerShape, name: str) -> TransformerShape:
-    """What the warm-up makes of a policy: one dense layer, or a head."""
     return replace(
         policy,
         name=name,
@@ -253,7 +239,7 @@ def _own_shape(config: Config) -> TransformerShape:
 
 
 def named_shape(name: str, setting: str = "model") -> TransformerShape:
-    """Return a shape that is built in, or that of a folder. Raises ConfigError for other names."""
+    """Return a built-in shape, or a folder's. Raises ConfigError for other names."""
     if name in SHAPES:
         return SHAPES[name]
     file = Path(name) / "config.json"

@@ -1,9 +1,6 @@
-"""Sizes of transformers that decide what a forward costs. PURE: a config's numbers in, bytes and parameters out.
+"""Sizes of decoders with grouped-query attention and gated MLPs, dense or with routed experts. PURE.
 
-Covered are decoders with grouped-query attention and gated MLPs, dense or with routed experts. Biases and norms,
-under 0.1 % of the parameters, are left out.
-
-Invariant: a shape is refused rather than misread.
+Biases and norms, under 0.1 % of the parameters, are left out. A shape is refused rather than misread.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from specactor.parallel.layout import has_mtp
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """The shape of one model; sizes are per layer where nothing else is said."""
+    """Sizes are per layer where nothing else is said."""
 
     name: str
     layers: int
@@ -54,8 +51,7 @@ class TransformerShape:
 
     @property
     def mlp_params(self) -> int:
-        """Return the parameters of the dense MLP, or of the router."""
-        return 3 * self.hidden * self.intermediate + self.hidden * self.experts
+        return 3 * self.hidden * self.intermediate + self.hidden * self.experts  # one of the two is 0
 
     @property
     def expert_params(self) -> int:
@@ -73,12 +69,11 @@ class TransformerShape:
 
     @property
     def mtp_params(self) -> int:
-        """Return those of the MTP layer, which has the policy's embedding and output layer."""
         return self.mtp_layers * (self.attention_params + self.mlp_params + 2 * self.hidden**2)
 
     @property
     def active_params(self) -> int:
-        """Return the parameters that one token is multiplied with; of the embedding it takes a row."""
+        """Return those that a token is multiplied with; of the embedding it takes a row."""
         layer = self.attention_params + self.mlp_params + self.experts_per_token * self.expert_params
         return self.layers * layer + self.head_params + self.reads * self.hidden
 
@@ -91,14 +86,14 @@ class TransformerShape:
         return self.layers * 2 * self.kv_heads * self.head_dim * self.param_bytes
 
     def distinct_experts(self, tokens: float) -> float:
-        """Return how many experts `tokens` choose on average, if each chooses evenly: E (1 - (1 - k/E)^T)."""
+        """Return how many `tokens` choose, if each chooses evenly: E (1 - (1 - k/E)^T)."""
         if not self.experts:
             return 0.0
         return float(self.experts * (1.0 - (1.0 - self.experts_per_token / self.experts) ** tokens))
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], name: str) -> TransformerShape:
-        """Read a Hugging Face config.json. Raises PlanError for what is no such decoder."""
+        """Read a config.json. Raises PlanError for that of no such decoder."""
         experts = config.get("num_experts") or config.get("num_local_experts") or 0
         refused = [key for key in ("kv_lora_rank", "shared_expert_intermediate_size") if config.get(key)]
         mixed = experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1)
@@ -145,6 +140,7 @@ def _dense(
 
 
 QWEN3_EXPERTS = {"head_dim": 128, "experts": 128, "experts_per_token": 8}
+# By name. Parameters come out as the names say, which a test checks.
 SHAPES: Mapping[str, TransformerShape] = {
     shape.name: shape
     for shape in (
@@ -163,7 +159,7 @@ SHAPES: Mapping[str, TransformerShape] = {
         _dense("Qwen3-235B-A22B", 94, 4096, 64, 4, 0, 151936, expert_intermediate=1536, **QWEN3_EXPERTS),
     )
 }
-"""By name. Parameters come out as the names say, which a test checks."""
+# Smaller models with the tokenizer of the larger.
 DRAFTERS: Mapping[str, tuple[str, ...]] = {
     "Qwen2.5-7B": ("Qwen2.5-0.5B",),
     "Qwen2.5-32B": ("Qwen2.5-0.5B", "Qwen2.5-1.5B"),
@@ -172,4 +168,3 @@ DRAFTERS: Mapping[str, tuple[str, ...]] = {
     "Qwen3-30B-A3B": ("Qwen3-0.6B",),
     "Qwen3-235B-A22B": ("Qwen3-0.6B", "Qwen3-4B"),
 }
-"""Smaller models with the tokenizer of the larger."""

@@ -1,10 +1,8 @@
-"""What a plan of a rollout is, the options that `search` makes it from, and how many tokens its rounds emit. PURE.
+"""Plans of a rollout, the options for `search`, and tokens that rounds emit. PURE.
 
-Sizes are bytes, times seconds, counts devices, engines, requests or tokens. survival_j = P(the first j draft tokens are
-accepted). Shape legend: S states, K windows 0..w.
+survival_j = P(the first j draft tokens are accepted). Shapes: S states, K windows 0..w.
 
-Invariants: a window of 0 means plain decoding and nothing else does; no count, time or probability is out of range; a
-round emits at least 1 token; tokens and share do not fall when survivals rise; with a drafter that takes no time
+Invariants: a round emits at least 1 token, and no fewer when survivals rise; with a drafter that takes no time
 `running` is `pipelined`.
 """
 
@@ -39,8 +37,6 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """A plan says where a rollout runs, how it drafts, and what is predicted."""
-
     draft: DraftPlan  # of every request, to begin with
     verifiers: Placement
     drafters: Placement
@@ -91,7 +87,6 @@ class VerifierOption:
     ahead_s: Grid | None = None  # over (requests, 1): what a decoupled round takes beside the verify; None: nothing
 
     def requests(self, drafter: Footprint = NOTHING) -> int | None:
-        """Return how many requests run at once beside this drafter; None: no bound."""
         return fitting(self.capacity_bytes, self.footprint, drafter)
 
 
@@ -101,9 +96,8 @@ class DrafterEngine:
     seconds: Grid  # over (requests, window): drafting `window` tokens for each
     capacity_bytes: float = float("inf")
     token_s: Grid | None = None
-    """Over (requests, 1), measured in a drafter process: from token to token of each, its loop and messages included
-    (`decoupled.spec.Work`). Rounds then take what is there (`running`); None: they last until windows are
-    (`pipelined`)."""
+    """Over (requests, 1), measured in a process: from token to token of each (`decoupled.spec.Work`). Rounds then take
+    what is there (`running`); None: they last until windows are (`pipelined`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +132,7 @@ class Candidates:
 
 
 def from_table(table: CostTable, *, devices: int, survivals: Mapping[str, tuple[float, ...]]) -> Candidates:
-    """Return the options of a measured table, of an engine on `devices` devices. Nothing is refused for memory."""
+    """Return a measured engine's options; nothing is refused for memory."""
     process, drafters = table.process, []
     for name, grid in table.drafters.items():
         alone = process is None and name not in TEXT_DRAFTERS
@@ -152,7 +146,6 @@ def from_table(table: CostTable, *, devices: int, survivals: Mapping[str, tuple[
 
 
 def _windows(token_s: Grid) -> Grid:
-    """Return the grid of drafting windows, token by token."""
     windows = (1.0, MAX_WINDOW + 1.0)
     seconds = tuple(tuple(w * each for w in windows) for (each,) in token_s.seconds)
     return Grid(requests=token_s.requests, per_request=windows, seconds=seconds)
@@ -165,8 +158,6 @@ MAX_ITERATIONS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """Decoupled rounds of one request, on average."""
-
     ready: float  # share of rounds that verify a window
     tokens_when_ready: float
 
@@ -180,10 +171,9 @@ def coupled_tokens(survival: Sequence[float], window: int) -> float:
 
 
 def pipelined(survival: Sequence[float], window: int) -> Pipelined:
-    """Return decoupled rounds of a window that last until windows are there.
+    """Return rounds that last until windows are there.
 
-    A request is ready (its window is there) or its drafter starts again from the commit, after a plain step. The entry
-    of `survival` behind the window is extrapolated if missing.
+    A request is ready (its window is there), or its drafter starts again from the commit, after a plain step.
     """
     assert 1 <= window <= len(survival), window
     onward = survival[window] if len(survival) > window else _next(survival[:window])
@@ -193,15 +183,12 @@ def pipelined(survival: Sequence[float], window: int) -> Pipelined:
 
 
 def _next(survival: Sequence[float]) -> float:
-    """Return the survival of one more position, accepted as often as the last."""
     last, before = survival[-1], survival[-2] if len(survival) > 1 else 1.0
     return last * last / before if before > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """Decoupled rounds of an engine whose drafter is not waited for, on average."""
-
     tokens: float  # emitted per round, of a request
     window: float  # draft tokens verified per round, of a request: those that are there, at most the window
     ready: float  # share of rounds, of a request, that verify any
@@ -210,8 +197,6 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Speeds that decide how many draft tokens are there in time."""
-
     requests: int  # of the verifier's rounds
     round_s: Grid  # of a verifier over (requests, rows per request), all that the engine does included
     token_s: float  # of the drafter from token to token of all requests that it serves
@@ -220,10 +205,10 @@ class Pace:
 
 
 def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
-    """Return rounds that verify what is there at their beginning, up to the window, while nobody waits.
+    """Return rounds that verify what is there at their beginning.
 
-    A request has draft tokens in stock beyond the commit, or is lost: the commit differs from what was drafted, its
-    round is a plain step, and the drafter has that long, less a message both ways and the rest of its current step.
+    A request has draft tokens in stock beyond the commit, or is lost and has a plain step: the drafter then has that
+    long, less a message both ways and the rest of its current step.
     """
     checked(survival)
     assert 1 <= window <= len(survival), window
@@ -250,18 +235,18 @@ def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
 
 
 def there(survival: Sequence[float], window: int, *, drafted: float, afresh: float, most: int) -> NDArray[np.float64]:
-    """Return [window + 1]: how often a decoupled round that waits for nobody verifies so many tokens of a request.
+    """Return [window + 1]: how often a round of `running` verifies so many tokens.
 
     Args:
-        drafted: tokens of a request that its drafter makes in a round.
-        afresh: those after a commit that it had not drafted.
-        most: draft tokens that it may be ahead of a commit.
+        drafted: tokens per request and round.
+        afresh: those after a commit that was not drafted.
+        most: tokens ahead of a commit.
     """
     return _Chain(survival, window, most=most).windows(drafted, afresh)
 
 
 class _Chain:
-    """Markov chain with states 0, 1, .., most tokens in stock beyond the commit, then lost."""
+    """Markov chain: 0, 1, .., most tokens in stock, then lost."""
 
     def __init__(self, survival: Sequence[float], window: int, *, most: int) -> None:
         onward = survival[window] if len(survival) > window else _next(survival[:window])
@@ -270,7 +255,7 @@ class _Chain:
         self._most = most
 
     def windows(self, drafted: float, afresh: float) -> NDArray[np.float64]:
-        """[K]: P(a round verifies k tokens of a request)."""
+        """Return [K]: P(a round verifies k tokens)."""
         share_S = _stationary(self._moves(drafted, afresh))
         window = len(self._goes_on) - 1
         windows_K = np.zeros(window + 1)
@@ -279,7 +264,6 @@ class _Chain:
         return windows_K
 
     def _moves(self, drafted: float, afresh: float) -> NDArray[np.float64]:
-        """[S][S]: P(from this state to that one)."""
         most, window = self._most, len(self._goes_on) - 1
         lost = most + 1
         moves_SS = np.zeros((most + 2, most + 2))
@@ -296,18 +280,17 @@ class _Chain:
 
 
 def _whole(tokens: float) -> tuple[tuple[int, float], ...]:
-    """(whole tokens, share): on average as many."""
+    """Return (whole tokens, share) with that mean."""
     least = floor(min(tokens, 1e9))
     return ((least, 1.0 - (tokens - least)), (least + 1, tokens - least)) if tokens < 1e9 else ((least, 1.0),)
 
 
 def _begun(tokens: float) -> tuple[tuple[int, float], ...]:
-    """Return the same for a time that began within a step, which is of no use: floor(tokens - U), U in 0..1."""
+    """Return floor(tokens - U), U in 0..1, likewise: the time began within a step, which is of no use."""
     return tuple((max(0, whole - 1), share) for whole, share in _whole(tokens))
 
 
 def _stationary(moves_SS: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return [S], how often each state is."""
     states = len(moves_SS)
     equations = np.vstack([moves_SS.T - np.eye(states), np.ones(states)])
     share_S: NDArray[np.float64] = np.linalg.lstsq(equations, np.append(np.zeros(states), 1.0), rcond=None)[0]
@@ -317,7 +300,7 @@ def _stationary(moves_SS: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _mean_round_s(pace: Pace, windows_K: NDArray[np.float64]) -> float:
-    """Return the mean seconds of a round whose requests have independent windows: over all sums of them."""
+    """Average over all sums of requests' independent windows."""
     size = pace.requests * (len(windows_K) - 1) + 1
     sums = np.fft.irfft(np.fft.rfft(windows_K, 2 * size) ** pace.requests, 2 * size)[:size].clip(0.0)
     seconds = pace.round_s.along(pace.requests, 1.0 + np.arange(size) / pace.requests)

@@ -1,8 +1,7 @@
-"""``specactor profile``: measures rounds of a recipe's engine and drafter process, and writes a cost table.
+"""``specactor profile``: measures rounds of a recipe's engine and drafter process.
 
-Invariants: what cannot be profiled is refused before an engine starts; the table appears under its name only when it is
-whole; after an error or an interrupt nothing is left; a cell holds rounds with exactly its requests and draft tokens; a
-pass goes over all cells, so that a slow minute does not fall on some alone.
+Invariants: what cannot be profiled is refused before an engine starts; a cell's rounds have exactly its requests and
+draft tokens; a slow minute falls on all cells.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ from specactor.types import RolloutRequest, SamplingParams
 FILLER = "specactor.rollout.speculation.registry:Filler"
 PASSES = 3
 ROUNDS_PER_PASS = 6
-"""Full rounds of every cell, at least, where drafts are wrong. The first one is not counted: a draft model sees the
-prompts in it, and all else is done for the first time."""
+"""Full rounds of every cell, at least, where drafts are wrong. The first is not counted: a draft model sees the prompts
+in it, and all else is done for the first time."""
 CALL_S = 60.0
 REPEATS = 8  # times that requests are generated for a drafter process, at most, for each number of them
 TOKENS = 64  # of a response then, at most. Its first ones are generated before the process has read the prompt
@@ -65,11 +64,8 @@ PROCESS_SHARE = 0.5  # of the time for the engine, how much a drafter process ma
 
 
 def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -> Path:
-    """Measure, and write the table. Returns its file, by default costs.json in the folder of the run.
-
-    Measuring takes about `limit_s`, and half as long again with a drafter process; starts come on top. Raises
-    SpecActorError for what cannot be profiled, and when an engine fails.
-    """
+    """Write the table, by default to costs.json in the run's folder. Raises SpecActorError for what cannot be profiled,
+    and when an engine fails."""
     _check(config)
     file = out or Path(config.output_dir) / config.name / "costs.json"
     with tempfile.TemporaryDirectory(prefix="specactor-profile-") as folder:
@@ -94,7 +90,6 @@ def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -
 
 
 def _check(config: Config) -> None:
-    """Refuse what has no model yet, and what this machine cannot hold."""
     if config.model.tiny is None:
         ModelShape.read(Path(config.model.path))
     speculation = _profiled(config.rollout.speculation)
@@ -113,13 +108,12 @@ def _check(config: Config) -> None:
 
 
 def _profiled(speculation: SpeculationConfig) -> SpeculationConfig:
-    """Return the settings for the engine alone; drafter processes are measured afterwards."""
     drafters = tuple(name for name in speculation.drafters if kind_of(name) != METHOD) or ("suffix",)
     return replace(speculation, mode="coupled", drafters=drafters, fastest_of=1, cost_table="")
 
 
 def _drafter_spec(config: Config, context: int, folder: Path) -> DrafterSpec | None:
-    """Return the drafter process of a run with one engine, on the device after the engine's; None where it has none."""
+    """Place it on the device after the engine's; None where the recipe has none."""
     rollout, methods = config.rollout, config.rollout.speculation.draft_methods
     if METHOD not in methods:
         return None
@@ -140,7 +134,6 @@ def _drafter_spec(config: Config, context: int, folder: Path) -> DrafterSpec | N
 
 
 def _spec(config: Config, model_dir: Path, context: int, folder: Path, drafter: DrafterSpec | None) -> EngineSpec:
-    """Return an engine like one of the run, but that it speculates in any case."""
     ranks = config.parallel.engine_tensor
     return EngineSpec(
         index=0,
@@ -211,7 +204,6 @@ def _bar(console: Console, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _show(errors: list[Check], console: Console) -> None:
-    """Print by how much the table is off where it was not measured."""
     if not errors:
         return
     worst = max(errors, key=lambda check: check.error)
@@ -227,8 +219,6 @@ def _show(errors: list[Check], console: Console) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of the requests that are measured, in tokens."""
-
     prompt: int
     response: int  # at most
     vocab: int
@@ -236,7 +226,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: RolloutConfig, *, vocab: int, context: int) -> Sizes:
-        """Make prompts as long as a half-done sequence. Raises PlanError where the model's context is too short."""
+        """Make prompts as long as a half-done sequence. Raises PlanError for too short a context."""
         response = max(_response(drafter, config.speculation.max_window) for drafter in ("", "any"))
         room = context - response
         if room < 1:
@@ -247,7 +237,6 @@ class Sizes:
         return cls(prompt=min(room, 16 + config.max_new_tokens // 2), response=response, vocab=vocab, context=context)
 
     def most_requests(self, config: RolloutConfig, kv_tokens: int) -> int:
-        """Return how many requests a step has, the engine runs together, and its KV pool holds with two windows."""
         of_one = self.prompt + self.response + 2 * (config.speculation.max_window + 1)
         of_step = config.prompts_per_step * config.group_size
         most = min(config.engine.max_running_requests, of_step, kv_tokens // of_one)
@@ -259,7 +248,6 @@ class Sizes:
         return most
 
     def longest_response(self, requests: int, kv_tokens: int, config: SpeculationConfig) -> int:
-        """Return the longest response for which so many requests have room."""
         return min(self.context, kv_tokens // requests - 2 * (config.max_window + 1)) - self.prompt
 
 
@@ -273,8 +261,8 @@ def measure(
     on_cell: Callable[[int], None] = lambda done: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[Cell, list[float]]:
-    """Return the seconds of rounds per cell, of up to PASSES passes; `on_cell` gets how many cells are done. After
-    `limit_s` no pass begins, and a running one is dropped. Raises PlanError when that is the first one."""
+    """Return seconds of rounds per cell. After `limit_s` no pass begins, and a running one is dropped. Raises PlanError
+    when that is the first."""
     deadline = clock() + limit_s
     measured: dict[Cell, list[float]] = {cell: [] for cell in cells}
     for number in range(PASSES):
@@ -302,7 +290,7 @@ def measure_once(
     is_late: Callable[[], bool] = lambda: False,
     on_cell: Callable[[int], None] = lambda done: None,
 ) -> dict[Cell, list[float]] | None:
-    """Measure in one pass; None when it is too late to finish."""
+    """Return None when it is too late to finish."""
     found: dict[Cell, list[float]] = {}
     for (drafter, window), group in groupby(
         sorted(cells, key=lambda cell: (cell.drafter, cell.window, cell.requests)),
@@ -326,7 +314,6 @@ def measure_once(
 def _configure(
     engine: Engine, config: RolloutConfig, *, mode: Literal["coupled", "decoupled"], drafter: str, window: int
 ) -> None:
-    """Have the engine speculate with this drafter and window alone."""
     alone = replace(config.speculation, mode=mode, drafters=(drafter,), window=window, fastest_of=1, cost_table="")
     engine.rank_call(CONFIGURE, msgspec.json.encode(alone), timeout_s=CALL_S)
 
@@ -341,12 +328,12 @@ def _seconds(cell: Cell, rounds: Rounds) -> list[float]:
 
 
 def _of(points: Iterable[Point], requests: int, total: int) -> list[float]:
-    """Return the seconds of all but the first such round, which is the cell's own first: smaller cells came before."""
+    """Leave out the first such round, the cell's own first: smaller cells came before."""
     return [seconds for n, of_round, seconds in points if (n, of_round) == (requests, total)][1:]
 
 
 def _response(drafter: str, window: int) -> int:
-    """Return the tokens for ROUNDS_PER_PASS full rounds if drafts are wrong, or for two if all are right."""
+    """Return tokens for ROUNDS_PER_PASS full rounds if drafts are wrong, or two if all are right."""
     return 1 + window + (2 * (1 + window) if drafter else ROUNDS_PER_PASS)
 
 
@@ -385,8 +372,7 @@ def measure_process(
     on_size: Callable[[int], None] = lambda done: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ProcessCosts:
-    """Measure a drafter process over the numbers of requests of `table`, as far as there is time. `on_size` gets how
-    many of them are done. Raises PlanError when nothing was drafted in time."""
+    """Measure a drafter process. Raises PlanError when nothing was drafted in time."""
     deadline = clock() + limit_s
     turns: list[Point] = []
     drafts: list[Point] = []
@@ -431,7 +417,7 @@ def _drafted(
     size: int,
     is_late: Callable[[], bool],
 ) -> tuple[list[Point], Rounds, float]:
-    """Return (turns of the process, rounds of the engine, seconds in which it waited for drafts)."""
+    """Return (turns of the process, rounds of the engine, seconds of waiting for drafts)."""
     assert engine.ready is not None
     _configure(engine, config, mode="decoupled", drafter=METHOD, window=config.speculation.max_window)
     tokens = min(TOKENS, sizes.longest_response(size, engine.ready.kv_tokens, config.speculation))

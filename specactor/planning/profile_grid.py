@@ -1,7 +1,7 @@
-"""Which rounds to measure for a cost table, and the table of what was measured. PURE: seconds in, tables out.
+"""Which rounds to measure for a cost table, and the table. PURE.
 
-Invariants: a grid begins at one request and ends at the largest number and window; no held-out cell, by which the
-table's error is found, is on a grid; the table gives back the median of every cell of its grids.
+Invariants: no held-out cell, by which the table's error is found, is on a grid; the table gives back every cell's
+median.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SEEN = 8  # times, for a mean
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Rounds in which `requests` requests have `window` draft tokens each."""
+    """Rounds of `requests` requests with `window` draft tokens each."""
 
     requests: int
     window: int  # 0: a plain step
@@ -50,7 +50,6 @@ class Check:
 
 
 def cells(*, max_requests: int, max_window: int, drafters: Sequence[str]) -> list[Cell]:
-    """Return the cells of the grids of verification and of every drafter, and those held out."""
     assert min(max_requests, max_window) >= 1
     requests, windows = _doubled(max_requests), _doubled(max_window)
     between, windows_between = _middles(requests)[::-2], _middles(windows) or [max_window]
@@ -89,7 +88,7 @@ def checks(measured: Measured, table: CostTable) -> list[Check]:
 
 
 def _grid(medians: Mapping[Cell, float], *, first: int) -> Grid:
-    """Make a grid of medians; `first` counts tokens per request beside the window."""
+    """`first` counts tokens per request beside the window."""
     requests = sorted({cell.requests for cell in medians})
     windows = sorted({cell.window for cell in medians})
     seconds = {(cell.requests, cell.window): s for cell, s in medians.items()}
@@ -111,7 +110,6 @@ def _median(cell: Cell, seconds: Sequence[float]) -> float:
 
 
 def _doubled(largest: int) -> list[int]:
-    """1, 2, 4, .. and the largest."""
     return sorted({1 << k for k in range(largest.bit_length())} | {largest})
 
 
@@ -120,8 +118,8 @@ def _middles(axis: Sequence[int]) -> list[int]:
 
 
 def by_requests(points: Iterable[Point]) -> Grid:
-    """Return the mean seconds of one token by the number of requests, without stalls and rarely seen numbers. A mean
-    and no median, since what happens now and then is paid for, too. Raises PlanError without any point."""
+    """Return mean seconds of a token, without stalls and rare numbers: what happens now and then is paid for, so no
+    median. Raises PlanError without points."""
     each: dict[int, list[float]] = {}
     for requests, total, seconds in points:
         each.setdefault(requests, []).append(seconds / max(1.0, total / requests))
@@ -136,7 +134,7 @@ def by_requests(points: Iterable[Point]) -> Grid:
 
 
 def beside(table: CostTable, drafts: Sequence[Point], verifies: Iterable[Point]) -> Grid:
-    """Return what rounds take on average beside the table's verify: what came before it, and what it took longer."""
+    """Return what rounds take beside the table's verify: before it, and longer than it."""
     longer: dict[int, list[float]] = {}
     for n, rows, seconds in verifies:
         if seconds <= STALL * (expected := table.verify_s(n, rows)):
@@ -149,7 +147,7 @@ def beside(table: CostTable, drafts: Sequence[Point], verifies: Iterable[Point])
 
 
 def without_waits(drafts: Sequence[Point], waited_s: float) -> list[Point]:
-    """Take `waited_s` off the seconds of `drafts`. Engines wait where that pays; a planner would see a loss."""
+    """Engines wait where that pays; a planner would see a loss."""
     total_s = sum(seconds for *_, seconds in drafts)
     share = 1.0 - waited_s / total_s if total_s > waited_s else 1.0
     return [(n, total, share * seconds) for n, total, seconds in drafts]

@@ -1,10 +1,8 @@
-"""Published figures of devices, and cost tables from them for devices that nobody has measured. PURE.
+"""Published figures of devices, and cost tables from them. PURE.
 
 Left out: imbalance of experts, prefills beside decodes, stragglers, the host, and kernels below the attained shares.
-Nothing here was measured by this project; `specactor profile` measures.
 
-Invariants: seconds do not fall with requests, tokens or context; devices are added within one node; every number has
-its source beside it, or says that it is assumed; where a vendor gives a figure with sparsity, half of it stands here.
+Invariant: seconds do not fall with requests, tokens or context.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ from specactor.rollout.speculation.costs import CostTable, Grid
 LOGIT_BYTES = 4
 PLAIN_BUCKETS = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, 8193, 32))
 WINDOW_BUCKETS = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8), *range(272, 8193, 16))
+# Nodes of a table, 1 to 2048. Those after a power of two show the step to the next bucket.
 REQUESTS = tuple(
     sorted({1 << k for k in range(12)} | {3 << k for k in range(2, 10)} | {(1 << k) + 1 for k in range(4, 9)})
 )
-"""Nodes of a table, 1 to 2048. Those after a power of two show the step to the next bucket."""
 
 
 class Roofline:
@@ -39,7 +37,7 @@ class Roofline:
         attained: Attained | None = None,
         keys_once: bool = False,
     ) -> None:
-        """Take the mean `context` in tokens of the KV cache; `keys_once` reads keys once per request, not per row."""
+        """`context` is a mean of tokens in the KV cache; `keys_once` reads keys once per request, not per row."""
         assert 1 <= devices <= device.node_devices, f"{devices} of a node of {device.name}"
         assert context >= 0, context
         self.shape, self.device, self.devices, self.context = shape, device, devices, context
@@ -48,14 +46,13 @@ class Roofline:
 
     @property
     def capacity_bytes(self) -> float:
-        """Return the bytes for weights and KV, of all devices."""
         return self.devices * self.device.memory_bytes * self.attained.memory
 
     def forward_s(self, requests: int, tokens: int = 1, *, buckets: Sequence[int] = PLAIN_BUCKETS) -> float:
-        """Return the seconds of one forward with `tokens` rows of each request.
+        """Return seconds of a forward with `tokens` rows per request.
 
-        Every part takes the longer of moving its bytes and computing; two all-reduces per layer, the kernels' least
-        time and the launch come on top. Rows are rounded up to `buckets`, the sizes for which graphs are captured.
+        Each part takes the longer of moving its bytes and computing; two all-reduces per layer, the kernels' least time
+        and the launch come on top. Rows are rounded up to `buckets`.
         """
         shape = self.shape
         wanted = requests * tokens
@@ -79,7 +76,6 @@ class Roofline:
         return self._longer(read, 2.0 * rows * self.shape.experts_per_token * self.shape.expert_params)
 
     def _longer(self, num_bytes: float, operations: float, *, share: float | None = None) -> float:
-        """Return the seconds of moving or of computing, the longer, spread over the devices."""
         moved = num_bytes / (self.device.memory_bytes_per_s * (self.attained.weights if share is None else share))
         return max(moved, operations / (self.device.flops * self.attained.matmul)) / self.devices
 
@@ -92,8 +88,8 @@ class Roofline:
 
 
 def draft_grid(roofline: Roofline, *, max_window: int, max_requests: int) -> Grid:
-    """Return the seconds of drafting 1 to max_window tokens one after the other, on all devices of an engine. The
-    drafter is either cut over the devices, or copied to groups of them that share the requests: the faster."""
+    """Draft 1 to max_window tokens, with the drafter cut over the devices, or copied to groups of them that share the
+    requests: the faster."""
     requests = _nodes(max_requests)
     g = roofline.devices
     parts = [
@@ -110,7 +106,6 @@ def draft_grid(roofline: Roofline, *, max_window: int, max_requests: int) -> Gri
 
 
 def cost_table(target: Roofline, drafters: Mapping[str, Roofline], *, max_window: int, max_requests: int) -> CostTable:
-    """Return the table that a profile of that engine would give. `drafters` draft on the same devices, by name."""
     requests, tokens = _nodes(max_requests), range(1, max_window + 2)
     axis = tuple(map(float, requests))
     return CostTable(
@@ -147,11 +142,8 @@ def from_figures(
     drafter_sizes: Sequence[int] = (1, 2),
     keys_once: bool = False,
 ) -> Candidates:
-    """Return options by rooflines, with `survivals` by drafter and at most `max_requests` of one engine.
-
-    `sizes` are devices of a verifier, by default all that fit. Raises ConfigError for a size that does not divide the
-    target's heads, and PlanError where the target fits on no engine of one node.
-    """
+    """Return options by rooflines; `sizes` are devices of a verifier, by default all that fit. Raises ConfigError for a
+    size that does not divide the heads, PlanError where the target fits on no engine of a node."""
     for g in sizes:
         if g > 0 and target.heads % g:
             raise ConfigError.at(
@@ -214,7 +206,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Attained:
-    """Programs attain these shares of the peaks on all devices; measured on H100 if nothing else is said."""
+    """Programs attain these shares of the peaks, measured on H100 if nothing else is said."""
 
     matmul: float = 0.80
     """794.5 of 989 TFLOP/s (H100; B200: 1745 of 2250, .78), the best shape, ML_ENGINEERING. Ill-shaped matrices get
@@ -234,6 +226,7 @@ class Attained:
     memory: float = 0.90  # share for weights and KV; assumed, about SGLang's mem_fraction_static
 
 
+# Where a vendor gives a figure with sparsity, half of it stands here.
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
@@ -271,7 +264,7 @@ DEVICES: Mapping[str, Device] = {
 
 
 def device(name: str) -> Device:
-    """Return the device of a name. Raises PlanError for an unknown one."""
+    """Find a device by name. Raises PlanError for an unknown one."""
     found = {known.lower(): one for known, one in DEVICES.items()}.get(name.lower())
     if found is None:
         raise PlanError(

@@ -1,8 +1,7 @@
 """Which devices verify, which draft, with what window: a search over all plans. PURE.
 
-Invariants: the first plan has the most tokens per second of the whole cluster, and off wins ties; a drafter with
-acceptance 0 is never in it; survivals that rise never lower its speed, but for rows that cost more than they bring; no
-plan exceeds the devices.
+Invariants: no plan exceeds the devices; off wins ties; a drafter with acceptance 0 is never in the first plan; rising
+survivals never lower its speed, but for rows that cost more than they bring.
 """
 
 from __future__ import annotations
@@ -48,11 +47,8 @@ def search(
     *,
     max_window: int = 16,
 ) -> list[RolloutPlan]:
-    """Return the best plan of every mode, drafter and pair of engine sizes, fastest first, then by `_order`.
-
-    off: verifiers decode plainly. coupled: they draft on their own devices. decoupled: N drafters serve M verifiers.
-    Raises PlanError where the target fits nowhere.
-    """
+    """Return the best plan of every mode, drafter and pair of engine sizes, fastest first. Raises PlanError where the
+    target fits nowhere."""
     found = [_off(cluster, v) for v in verifiers if v.devices <= cluster.devices and v.requests() != 0]
     if not found:
         raise PlanError(
@@ -73,8 +69,6 @@ def search(
 
 @dataclass(frozen=True, kw_only=True)
 class _Verifying:
-    """Verifiers of one kind and number, with their share of the requests."""
-
     cluster: Cluster
     option: VerifierOption
     engines: int
@@ -87,7 +81,6 @@ class _Verifying:
 
     @property
     def running(self) -> int:
-        """Return the requests of all verifiers at once."""
         return min(self.cluster.requests, self.engines * self.requests)
 
     def plan(
@@ -123,7 +116,6 @@ def _off(cluster: Cluster, option: VerifierOption) -> RolloutPlan:
 
 
 def _coupled(cluster: Cluster, option: VerifierOption, drafter: DrafterOption, window: int) -> RolloutPlan | None:
-    """Return the plan; None where it does not fit, or nothing would be accepted."""
     fit = option.requests(drafter.footprint)
     tokens = coupled_tokens(drafter.survival, window)
     if fit == 0 or tokens <= 1.0:
@@ -142,8 +134,8 @@ def _coupled(cluster: Cluster, option: VerifierOption, drafter: DrafterOption, w
 def _decoupled(
     cluster: Cluster, option: VerifierOption, drafter: DrafterOption, engine: DrafterEngine, max_window: int
 ) -> list[RolloutPlan]:
-    """Return the best plan, if there is one, with no more drafters than it needs. Every number of verifiers is tried
-    with as many drafters as fit, and the 1:1 groups of Algorithm 1 of 2511.16193."""
+    """Return the best plan, if any, with no more drafters than it needs. Every number of verifiers is tried with as
+    many drafters as fit, and the 1:1 groups of Algorithm 1 of 2511.16193."""
     fit = option.requests()
     if fit == 0 or drafter.survival[0] <= 0.0:
         return []
@@ -172,13 +164,16 @@ def _decoupled(
 def _pair(
     of: _Verifying, drafter: DrafterOption, engine: DrafterEngine, drafting: int, window: int, max_window: int
 ) -> RolloutPlan | None:
-    """Return the plan with so many drafters; None where they do not fit, or nothing would be accepted."""
+    """Return None where they do not fit, or nothing would be accepted."""
     served = ceil(of.running / drafting)
     fit = fitting(engine.capacity_bytes, drafter.footprint)
     if fit is not None and served > fit:
         return None
-    lasting = _lasting if engine.token_s is None else _running
-    share, tokens, round_s, why = lasting(of, drafter, engine, served, window, max_window)
+    if engine.token_s is None:
+        share, tokens, round_s, why = _lasting(of, drafter, engine, served, window)
+    else:
+        token_s = engine.token_s.at(served, 1.0)
+        share, tokens, round_s, why = _running(of, drafter, token_s, window, most=AHEAD * max_window)
     if tokens <= 1.0:
         return None
     return of.plan(
@@ -192,7 +187,7 @@ def _pair(
 
 
 def _lasting(
-    of: _Verifying, drafter: DrafterOption, engine: DrafterEngine, served: int, window: int, max_window: int
+    of: _Verifying, drafter: DrafterOption, engine: DrafterEngine, served: int, window: int
 ) -> tuple[float, float, float, str]:
     """Return (share of rounds with a window, tokens per round, its seconds, why) of rounds that wait for windows."""
     draft_s = engine.seconds.at(served, window + 1) + of.cluster.message_s
@@ -203,49 +198,38 @@ def _lasting(
 
 
 def _running(
-    of: _Verifying, drafter: DrafterOption, engine: DrafterEngine, served: int, window: int, max_window: int
+    of: _Verifying, drafter: DrafterOption, token_s: float, window: int, *, most: int
 ) -> tuple[float, float, float, str]:
     """Return the same of rounds that take what is there."""
-    assert engine.token_s is not None
-    token_s = engine.token_s.at(served, 1.0)
-    pace = Pace(
-        requests=of.requests,
-        round_s=_round_s(of),
-        token_s=token_s,
-        message_s=of.cluster.message_s,
-        most=AHEAD * max_window,
-    )
+    pace = Pace(requests=of.requests, round_s=_round_s(of), token_s=token_s, message_s=of.cluster.message_s, most=most)
     found = running(drafter.survival, window, pace)
     drafted = f"in which {found.round_s / token_s:.1f} tokens are drafted and {found.window:.1f} verified"
     return found.ready, found.tokens, found.round_s, drafted
 
 
 def _round_s(of: _Verifying) -> Grid:
-    """Return the seconds of a decoupled round: verifying, and what the engine does beside it."""
     grid = of.option.costs.verify
     more = of.option.ahead_s.at(of.requests, 1.0) if of.option.ahead_s else 0.0
     return replace(grid, seconds=tuple(tuple(s + more for s in row) for row in grid.seconds)) if more else grid
 
 
 def _order(plan: RolloutPlan) -> tuple[float, int, int]:
-    """Sort the fastest first; among equals fewer devices, then the smaller window."""
     return (-plan.tokens_per_s, plan.verifiers.devices + plan.drafters.devices, plan.window)
 
 
 def _best(plans: Iterable[RolloutPlan | None]) -> list[RolloutPlan]:
-    """Return the first in order, if there is one."""
     there = [plan for plan in plans if plan is not None]
     return [min(there, key=_order)] if there else []
 
 
 def shared_table(file: str, ranks: Collective) -> CostTable:
-    """Read the table on rank 0 alone: hosts whose files differ would make different plans of one job."""
+    """Read on rank 0 alone: hosts whose files differ would plan one job differently."""
     text = ranks.together("cost table", lambda: CostTable.read(file).to_json() if ranks.rank == 0 else "")
     return CostTable.from_json(ranks.gather(text, str)[0])
 
 
 def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config, str]:
-    """Return the configuration without the drafting that no plan has, and a line to print about it."""
+    """Leave out the drafting that no plan has; return a line to print, too."""
     rollout, speculation = config.rollout, config.rollout.speculation
     if missing := [name for name in speculation.draft_methods if name not in table.methods]:
         return config, f"no plan: {speculation.cost_table} lacks {', '.join(missing)}. Measure: specactor profile."
@@ -269,7 +253,6 @@ def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config,
 
 
 def _fastest(config: Config, table: CostTable, requests: int, machines: int) -> RolloutPlan:
-    """Return the fastest plan of the job's engines and drafters, in any layout of their devices."""
     parallel, speculation = config.parallel, config.rollout.speculation
     # Nobody has seen these drafters yet: believed is what their engines begin with.
     model = AcceptanceModel(max_window=speculation.largest_window)

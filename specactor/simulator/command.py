@@ -1,7 +1,4 @@
-"""``specactor simulate``: RL steps of a cluster in virtual time, with the planner that engines call. Needs no GPU.
-
-Invariants: equal settings give equal results; a wrong command line is one error of one line; nothing is written.
-"""
+"""``specactor simulate``: RL steps of a cluster in virtual time. Equal settings give equal results."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ MOST_REQUESTS = 2048  # of one engine
 TRAIN_FLOPS = 6.0  # operations per parameter and token of a forward and a backward
 MFU = 0.35  # share of a device's operations per second that training attains. Assumed
 TRUTH = Method(rate=0.0, decay=0.98, spread=0.5, drift=0.01, staleness=0.05)
-"""How acceptance is taken to differ by position, request, length and age."""
+"""how acceptance is taken to differ by position, request, length and age"""
 JITTER = 0.02
 PHASES = ("rollout_s", "train_s", "sync_s", "refresh_s", "seconds")
 COUNTS = ("tokens", "drafted", "accepted", "rounds", "events", "decisions")
@@ -58,7 +55,6 @@ class SimulateOptions(Inputs):
 
 
 def parsed(argv: Sequence[str]) -> SimulateOptions:
-    """Read the command line; ``--help`` prints and raises SystemExit(0). Raises ConfigError for what is wrong."""
     positive = ("prompts", "group_size", "length_longest", "steps")
     options = parse(SimulateOptions, PROG, argv, positive=positive)
     if options.train_tokens_per_s < 0:
@@ -69,7 +65,7 @@ def parsed(argv: Sequence[str]) -> SimulateOptions:
 
 
 def jobs(options: SimulateOptions) -> dict[str, Job]:
-    """Return a job per mode, on the same requests. Raises ConfigError, DataError and PlanError for what cannot be."""
+    """Return a job per mode, on the same requests. Raises ConfigError, DataError and PlanError."""
     found = candidates(options, max_requests=MOST_REQUESTS, processes=False)
     if options.cost_table and not options.train_tokens_per_s:
         raise ConfigError.at("train_tokens_per_s", 0, "> 0 with --cost-table", "Give what a device trains.")
@@ -99,7 +95,6 @@ def jobs(options: SimulateOptions) -> dict[str, Job]:
 
 
 def command(argv: Sequence[str], console: Console) -> None:
-    """Simulate and show. Raises SpecActorError."""
     options = parsed(argv)
     runs = {mode: run(job) for mode, job in jobs(options).items()}
     if options.json:
@@ -109,7 +104,6 @@ def command(argv: Sequence[str], console: Console) -> None:
 
 
 def figures(of: Run) -> dict[str, Any]:
-    """Return one run's figures for programs: seconds, tokens and shares of all steps."""
     plan = of.plan
     return {
         "plan": {

@@ -1,7 +1,7 @@
-"""What an engine of the simulator decides, by the functions that a real one calls. PURE: the past in, plans out.
+"""What an engine of the simulator decides, by the functions that a real one calls. PURE.
 
-Invariants: `decide` uses what `saw` and `took` were given before, and nothing of the truth; equal calls give equal
-plans; in modes other than auto every request keeps the plan of the rollout.
+Invariants: `decide` uses what `saw` and `took` were given before; in modes other than auto requests keep the rollout's
+plan.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Policy:
 
 
 def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
-    """The fastest plan of the policy's mode. Raises PlanError where there is none."""
+    """Return the fastest plan of the policy's mode. Raises PlanError for none."""
     plans = search(cluster, belief.verifiers, belief.drafters, max_window=policy.max_window)
     if policy.mode != "auto" or policy.placement:
         plans = [plan for plan in plans if plan.mode == (policy.placement or policy.mode)]
@@ -87,8 +87,8 @@ class Decider:
         fits: Mapping[str, int | None],
         survivals: Mapping[str, Sequence[float]],
     ) -> None:
-        """Believe `remote` of a decoupled plan's drafters; `fits`: requests beside which a drafter fits here, None:
-        any; `survivals`: what the plan expects of each drafter, which is believed until it is seen."""
+        """Believe `survivals` of each drafter until it is seen; `fits` counts requests beside which it fits here, None:
+        any."""
         self.fits, self.survivals = fits, survivals
         self.plan, self.policy, self.believed, self.remote = plan, policy, believed, remote
         self.costs = OnlineCosts(believed.costs)
@@ -104,7 +104,6 @@ class Decider:
         return self.policy.mode == "auto" and self.policy.reconfigure
 
     def model(self, method: str) -> AcceptanceModel:
-        """Return the acceptance of any method; one that nobody has seen is believed to be as planned."""
         if method not in self.acceptance:
             first, second = [*self.survivals[method], 0.0][:2]  # acceptance a_1, and a_1 * a_2
             decay = min(1.0, max(0.01, second / max(first, 0.01) ** 2))
@@ -114,7 +113,6 @@ class Decider:
         return self.acceptance[method]
 
     def decide(self, sequences: Sequence[DraftSequence], served: float) -> Decision:
-        """Decide for each request; `served`: requests of this engine's remote drafter."""
         requests = len(sequences)
         if not self.adapts:
             plan = self.plan.draft
@@ -152,8 +150,7 @@ class Decider:
         return most is None or requests <= most
 
     def _ahead(self, sequences: Sequence[DraftSequence], remote: Remote) -> Choice:
-        """Return the best bound on what a round takes of what is there, the same for all requests, and what such a
-        round should bring."""
+        """Choose one bound for all requests on what a round takes of what is there."""
         name, table, requests = self.plan.draft.drafter, self.believed.costs, len(sequences)
         survival_BW = self.acceptance[name].survivals([s.request_id for s in sequences], covered=False)
         mode_B = np.full(requests, DECOUPLED)

@@ -1,8 +1,6 @@
-"""An engine of the simulator: its requests, and how far they are. PURE: virtual time is passed in.
+"""An engine of the simulator: its requests, and how far they are. PURE.
 
-Invariants: time does not go back; a request is either running, waiting or finished; its tokens never exceed its length.
-
-Shape legend: B running requests, N all.
+Invariants: time does not go back; tokens of a request never exceed its length. Shapes: B running requests, N all.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ SHOWN_ROUNDS = 5  # rounds whose seconds it is shown: as many as `costs.MIN_RATI
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Helper:
-    """An engine that ran dry, which drafts for all requests of another, with a method that this does not use."""
+    """An engine that ran dry drafts for another, with a method that this does not use."""
 
     engine: Engine
     method: str
@@ -47,10 +45,9 @@ class Helper:
 
 
 class Engine:
-    """Between two events rounds are not simulated one by one: a request gains its tokens per round times rounds."""
+    """Rounds between two events are not simulated one by one."""
 
     def __init__(self, index: int, option: VerifierOption, decider: Decider, slow: float) -> None:
-        """Start without requests; `slow` is a factor on all its seconds."""
         self.index, self.option, self.decider, self.slow = index, option, decider, slow
         self.running: Ints = np.zeros(0, np.int64)
         self.waiting: deque[int] = deque()
@@ -68,16 +65,13 @@ class Engine:
         self._look = FIRST_LOOK
         self._new = 0
 
-    def admit(self, room: int | None) -> Ints:
-        """Begin waiting requests while there is room; return which."""
+    def admit(self, room: int | None) -> None:
         most = len(self.waiting) if room is None else min(len(self.waiting), max(0, room - len(self.running)))
-        new = np.array([self.waiting.popleft() for _ in range(most)], np.int64)
         if most:
-            self.take(new)
-        return new
+            self._take(np.array([self.waiting.popleft() for _ in range(most)], np.int64))
 
-    def take(self, new: Ints) -> None:
-        """Run these from now on; until decided they do what most others do, the first what was planned."""
+    def _take(self, new: Ints) -> None:
+        """Let new requests do what most others do, the first what was planned, until decided."""
         plan, of = self.decider.plan.draft, self.decision
         mode, window = MODES.index(plan.mode), plan.window
         if len(self.running):
@@ -105,14 +99,13 @@ class Engine:
         self.since = now
 
     def lucky(self, tokens: float) -> None:
-        """Count what requests that ended here emitted beyond the mean: accepted of drafts like those before."""
+        """Count what ended requests emitted beyond the mean, accepted of drafts like those before."""
         self.emitted += tokens
         if self.accepted > 0:  # without drafts tokens are a rounding error
             self.drafted *= 1.0 + tokens / self.accepted
             self.accepted += tokens
 
     def remove(self, gone_B: Flags) -> Ints:
-        """Take these out of the batch; return which."""
         gone = self.running[gone_B]
         self.running = self.running[~gone_B]
         of = self.decision
@@ -120,7 +113,7 @@ class Engine:
         return gone
 
     def is_due(self) -> bool:
-        """Return whether to decide: the batch has changed by an eighth, or it is time to look."""
+        # The batch has changed by an eighth, or it is time to look.
         now, then = len(self.running), self.requests_decided
         return (abs(now - then) + self._new) * 8 >= max(then, 1) or self.rounds - self.rounds_decided >= self._look * (
             1 - 1e-9
@@ -142,7 +135,7 @@ class Engine:
     def helped_by(
         self, helper: Helper, survival_BW: Floats, message_s: float, rollback_s: float = 0.0
     ) -> Beside | None:
-        """Return what the helper drafts, with the best predicted window; None where the requests have it already."""
+        """Return the helper's best predicted window; None where requests have its method already."""
         requests, width = survival_BW.shape
         if helper.method == self.decision.drafter and (self.decision.windows > 0).any():
             return None
@@ -159,7 +152,6 @@ class Engine:
         return Beside(survival=survival_BW, window=window, window_s=remote.window_s(window, 1.0))
 
     def gain(self, helper: Helper, names: list[str], *, width: int, message_s: float) -> float:
-        """Return the predicted speed with the helper over that without it; `names` are of the running requests."""
         requests, of = len(self.running), self.decision
         rate = self.decider.model(helper.method).rate
         beside = self.helped_by(helper, np.tile(survival_of(rate, width), (requests, 1)), message_s)
@@ -177,7 +169,6 @@ class Engine:
         return speed(beside) / speed(None) if beside else 1.0
 
     def next_s(self, rounds_B: Floats) -> float:
-        """Return when a request finishes, or it is time to look; `rounds_B` are left of each."""
         assert self.round is not None
         look = self._look - (self.rounds - self.rounds_decided) if self.decider.adapts else LAST_LOOK
         return self.since + max(min(float(rounds_B.min()), max(look, 1.0)), 0.0) * self.round.seconds
@@ -191,11 +182,8 @@ def show(
     *,
     max_window: int,
 ) -> None:
-    """Show the decider some verifies, and what rounds took, since it decided: enough to learn from.
-
-    Nothing is shown before it has happened; a method that did not draft is shown as a probe, while decoding is plain.
-    `survivals` gives the true ones, of requests and a method, [B, >= max_window].
-    """
+    """Show the decider some verifies, and seconds of rounds, since it decided. A method that did not draft is shown as
+    a probe, while decoding is plain. `survivals` are the true ones, [B, >= max_window]."""
     rounds = engine.rounds - engine.rounds_decided
     if rounds < 1 or engine.round is None:
         return

@@ -1,13 +1,7 @@
-"""How far requests are, each with luck of its own. PURE.
+"""How far requests are. PURE. Shapes: N requests, B on an engine.
 
-Between two events rounds are not drawn one by one: a request gains the mean of its tokens per round times rounds. What
-drawing them would add is kept as a variance, and a request is ahead of its mean, or behind, by as many standard
-deviations as it drew at its beginning: so the last of many equal requests ends as late as when every token is drawn.
-
-Invariants: a round emits at least one token of a request, and at most its window and one; equal luck gives equal ends;
-without drafts luck changes nothing.
-
-Shape legend: N requests, B those on an engine.
+Between events a request gains mean tokens per round, and stays as many standard deviations off its mean as it drew at
+first: so the last of many equal requests ends as late as when every token is drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +15,7 @@ EQUAL = 1e-9  # variance of rounds that all emit as much
 
 class Progress:
     def __init__(self, lengths: Ints, luck_N: Floats) -> None:
-        """Args: lengths: [N], tokens; luck_N: standard deviations by which each is ahead, standard normal."""
+        """`luck_N` counts standard deviations by which each is ahead."""
         self.length_N = lengths.astype(np.float64)
         self.luck_N = luck_N
         self.done_N: Floats = np.zeros(len(lengths))  # means
@@ -36,7 +30,7 @@ class Progress:
         self._most_N[running] += rounds * of.most
 
     def rounds_left(self, running: Ints, of: Round) -> Floats:
-        """Return [B]: rounds like this one until each has finished, 0 for one that has."""
+        """Return [B] rounds like this one until each has finished."""
         # Where rounds vary the last emits more than what is left: half of a token-weighted mean round (renewals).
         beyond_B = np.where(of.variance > EQUAL, ((of.variance + of.tokens**2) / of.tokens - 1.0) / 2.0, 0.0)
         luck_B, variance_B, done_B = self.luck_N[running], self._variance_N[running], self.done_N[running]
@@ -47,7 +41,7 @@ class Progress:
         return rounds_B.clip(least_B, np.maximum(most_B, least_B)).clip(0.0)
 
     def finish(self, gone: Ints) -> float:
-        """End these; return the tokens that they emitted beyond the mean."""
+        """Return the tokens that they emitted beyond the mean."""
         luck = float((self.length_N[gone] - self.done_N[gone]).sum())
         self.done_N[gone] = self.length_N[gone]
         return luck

@@ -1,10 +1,7 @@
-"""What is true in a simulation: requests and how easy each is to draft, and tokens and seconds of a round. PURE.
+"""What is true in a simulation: requests, how easy each is to draft, and rounds. PURE.
 
-Invariants: equal seeds give equal requests; lengths lie in 1..longest; the requests of a prompt are neighbours; all
-modes are compared on the same requests; a round emits at least one token per request; without windows it is a plain
-step; better survivals emit no less.
-
-Shape legend: N requests, M methods; of a round B requests, W positions.
+Invariants: a prompt's requests are neighbours; a round emits at least one token per request; better survivals emit no
+less. Shapes: N requests; of a round B requests, W positions.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Lengths of responses in tokens: log-normal, cut at `longest`."""
-
     median: float = 4000.0
     sigma: float = 1.0  # standard deviation of the logarithm: at 1 the 95th percentile is 5.2 medians
     longest: int = 20000
@@ -42,7 +37,6 @@ class Lengths:
             raise PlanError(f"lengths (median, sigma, longest, alike): got {got}, expected >= 1, >= 0, >= 1, 0..1.")
 
     def draw(self, rng: np.random.Generator, group_N: Ints) -> Ints:
-        """Return [N] lengths."""
         own_N = rng.standard_normal(len(group_N))
         shared_N = rng.standard_normal(int(group_N.max()) + 1)[group_N]
         z_N = np.sqrt(self.alike) * shared_N + np.sqrt(1.0 - self.alike) * own_N
@@ -52,8 +46,6 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """The true acceptance of a draft method, which the planner has to find out."""
-
     rate: float  # P(its first draft token is accepted) of the median request, at the start, freshly trained
     decay: float = 0.98  # from one position of a draft to the next, given that all before were accepted
     by_position: tuple[float, ...] = ()  # counted P(accepted at j | those before), in place of `rate` and `decay`
@@ -73,19 +65,16 @@ class Method:
             return np.array([self.by_position[min(j, last)] for j in range(window)])
         return self.rate * self.decay ** np.arange(window, dtype=np.float64)
 
-    def survival(self, window: int, *, age: int = 0, tokens: float = 0.0) -> tuple[float, ...]:
-        """Return P(the first j draft tokens are accepted) of the median request, `age` versions after a refresh."""
-        return tuple((self.positions(window) * self.kept(age, tokens)).cumprod().tolist())
+    def survival(self, window: int) -> tuple[float, ...]:
+        return tuple(self.positions(window).cumprod().tolist())
 
-    def kept(self, age: int, tokens: float | Floats) -> float | Floats:
-        """Share of the acceptance that is left after so many policy versions and tokens."""
-        return (1.0 - self.staleness) ** age * (1.0 - self.drift) ** (np.asarray(tokens) / 1000.0)
+    def kept(self, age: int, tokens_B: Floats) -> Floats:
+        """Return the share of the acceptance left after so many versions and tokens."""
+        return (1.0 - self.staleness) ** age * (1.0 - self.drift) ** (tokens_B / 1000.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The truth that the planner has to find out."""
-
     methods: Mapping[str, Method]  # by drafter
     start_s: float = 5.0  # from a rollout's begin to the first round: engines take their memory back
     host_s: float = 0.0  # between two passes of an engine, in which its device has nothing to do
@@ -113,7 +102,7 @@ class Requests:
 
 
 def draw(lengths: Lengths, *, prompts: int, group_size: int, seed: Sequence[int]) -> Requests:
-    """Return `prompts` x `group_size` requests. `odds` are for a spread of 1; a method's own is a power of it."""
+    """`odds` are for a spread of 1; a method's own is a power of it."""
     assert min(prompts, group_size) >= 1, (prompts, group_size)
     rng = np.random.default_rng(list(seed))
     group_N = np.repeat(np.arange(prompts, dtype=np.int64), group_size)
@@ -125,12 +114,12 @@ def draw(lengths: Lengths, *, prompts: int, group_size: int, seed: Sequence[int]
 
 
 def survivals(method: Method, odds_B: Floats, tokens_B: Floats, *, window: int, age: int) -> Floats:
-    """[B, window]: P(the first j draft tokens are accepted) of requests that have so many tokens by now."""
+    """Return [B, window] of requests that have so many tokens by now."""
     a_W = method.positions(window)
     scale_B1 = (odds_B**method.spread)[:, None]
     odds_BW = scale_B1 * a_W
     a_BW = odds_BW / (odds_BW + 1.0 - a_W)
-    a_BW *= np.asarray(method.kept(age, tokens_B))[:, None]
+    a_BW *= method.kept(age, tokens_B)[:, None]
     survived_BW: Floats = a_BW.cumprod(axis=1)
     return survived_BW
 
@@ -140,26 +129,24 @@ OFF, COUPLED, DECOUPLED = 0, 1, 2  # what a request does, as in `reconfiguration
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """A drafter on devices of its own, as one engine sees it."""
-
     seconds: Grid
     served: float  # requests that it drafts for, those of other engines too
     message_s: float
     rollback_s: float = 0.0
 
     def drafted(self, round_s: float, window: int) -> tuple[float, float]:
-        """Return tokens of a request that are drafted in a round, and those after a commit that was not expected."""
+        """Return tokens of a request per round, and those after an unexpected commit."""
         token_s = self.seconds.at(max(self.served, 1.0), window) / window
         return round_s / token_s, max(0.0, round_s - self.message_s - self.rollback_s) / token_s
 
     def window_s(self, window: int, restarts: float = 0.0) -> float:
-        """Return the seconds from a commit to the next window; `restarts` is the share of requests that go back."""
+        """Return seconds from a commit to the next window; `restarts` is the share of requests that go back."""
         return self.seconds.at(max(self.served, 1.0), window + 1) + self.message_s + self.rollback_s * restarts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Beside:
-    """A further method that drafts for all the requests, on an engine that ran dry."""
+    """A further method, of an engine that ran dry."""
 
     survival: Floats  # [B, W]
     window: int
@@ -186,12 +173,13 @@ def round_of(
     beside: Beside | None = None,
     alike: float = 0.5,
     waits: bool = True,
+    host_s: float = 0.0,
 ) -> Round:
-    """Return the round. The requests verify `drafter`'s tokens, drafted on their devices or, by `remote`, elsewhere.
+    """Return a round that verifies `drafter`'s tokens, and has `host_s` between its passes.
 
-    On the verifier's devices a request has its window in every round. Elsewhere a round that `waits` lasts until
-    windows are there, and has them in a share ready of rounds (`pipelined`), so a request accepts j tokens or more with
-    probability ready * survival_j; one that does not wait takes what is there (`there`), as real engines do.
+    On the verifier's devices a request has its window in every round. By `remote` a round that `waits` lasts until
+    windows are there, and accepts j tokens or more with probability ready * survival_j (`pipelined`); one that does not
+    takes what is there (`there`), as real engines do.
     """
     requests, width = survival_BW.shape
     offered_BW = survival_BW * (np.arange(1, width + 1) <= window_B[:, None])
@@ -202,7 +190,7 @@ def round_of(
     if here_B.any():
         draft_s = table.draft_s(drafter, int(here_B.sum()), int(window_B[here_B].max()))
     if ahead_B.any() and remote is not None and not waits:
-        share_BW = _shares_there(survival_BW, window_B, ahead_B, table=table, remote=remote, draft_s=draft_s)
+        share_BW = _shares_there(survival_BW, window_B, ahead_B, table=table, remote=remote, more_s=draft_s + host_s)
         offered_BW *= share_BW
         drafted_B = np.where(ahead_B, share_BW.sum(axis=1), drafted_B)
     elif ahead_B.any():
@@ -211,7 +199,7 @@ def round_of(
         drafted_B = share_B * window_B
         if remote is not None:
             elsewhere_s = remote.window_s(int(window_B[ahead_B].max()), float(1.0 - share_B[ahead_B].mean()))
-    seconds = max(_verify_s(table, requests, drafted_B), elsewhere_s) + draft_s
+    seconds = max(_verify_s(table, requests, drafted_B) + host_s, elsewhere_s) + draft_s
     most_B = window_B.astype(np.float64)
     if beside is not None:
         # Nobody waits for its windows: they come in as many rounds as there is time for.
@@ -220,13 +208,13 @@ def round_of(
         offered_BW = combined(np.stack([offered_BW, more_BW]), alike=alike)
         drafted_B = drafted_B + share_B * beside.window
         most_B = np.maximum(most_B, beside.window)
-        seconds = max(_verify_s(table, requests, drafted_B), elsewhere_s) + draft_s
+        seconds = max(_verify_s(table, requests, drafted_B) + host_s, elsewhere_s) + draft_s
     accepted_B, variance_B = _accepted(offered_BW)
     return Round(seconds=seconds, tokens=1.0 + accepted_B, drafted=drafted_B, variance=variance_B, most=1.0 + most_B)
 
 
 def _accepted(offered_BW: Floats) -> tuple[Floats, Floats]:
-    """Return [B] mean and [B] variance of the tokens that are accepted. Args: P(j tokens or more are)."""
+    """Return [B] means and variances, from P(j tokens or more are accepted)."""
     mean_B = offered_BW.sum(axis=1)
     squares_B = offered_BW @ (2.0 * np.arange(1, offered_BW.shape[1] + 1) - 1.0)
     return mean_B, np.maximum(squares_B - mean_B**2, 0.0)
@@ -244,9 +232,9 @@ STEPS_PER_TOKEN, STEPS_PER_RATE = 8, 50
 
 
 def _shares_there(
-    survival_BW: Floats, window_B: Ints, ahead_B: Flags, *, table: CostTable, remote: Remote, draft_s: float
+    survival_BW: Floats, window_B: Ints, ahead_B: Flags, *, table: CostTable, remote: Remote, more_s: float
 ) -> Floats:
-    """Return [B][W]: P(a round verifies j tokens of a request or more); 1 for those that are drafted for here."""
+    """Return [B, W]: P(a round, of a verify and `more_s`, has j tokens or more); 1 for those drafted for here."""
     requests, width = survival_BW.shape
     window = int(window_B[ahead_B].max())
     share_BW = np.ones((requests, width))
@@ -257,7 +245,7 @@ def _shares_there(
     keys = [tuple(np.round(step_BW[group].mean(axis=0) * STEPS_PER_RATE).astype(int).tolist()) for group in groups]
     drafted_B, round_s = np.where(ahead_B, 0, window_B).astype(np.float64), 0.0
     for _ in range(ROUNDS_FOUND if window else 0):
-        before_s, round_s = round_s, _verify_s(table, requests, drafted_B) + draft_s
+        before_s, round_s = round_s, _verify_s(table, requests, drafted_B) + more_s
         if abs(round_s - before_s) <= SETTLED * round_s:
             break
         drafted, afresh = (round(STEPS_PER_TOKEN * tokens) for tokens in remote.drafted(round_s, window))
@@ -270,7 +258,7 @@ def _shares_there(
 
 @lru_cache(maxsize=1 << 16)
 def _there(rates: tuple[int, ...], window: int, drafted: int, afresh: int, most: int) -> tuple[float, ...]:
-    """Return [W]: P(a round has j tokens of a request or more), of rounded rates."""
+    """Return [W], of rounded rates."""
     survival = np.cumprod(np.array(rates) / STEPS_PER_RATE).tolist()
     found_K = there(survival, window, drafted=drafted / STEPS_PER_TOKEN, afresh=afresh / STEPS_PER_TOKEN, most=most)
     at_least = found_K[::-1].cumsum()[::-1][1:].clip(0.0, 1.0).tolist()

@@ -1,9 +1,7 @@
-"""A rollout in virtual time: engines, drafters and requests as discrete events. PURE.
+"""A rollout in virtual time, as discrete events. PURE.
 
-Invariants: time is monotonic; every request finishes once, with all its tokens; the engines emit the tokens of all
-requests; no device is busy for longer than there is time; equal input gives equal bits.
-
-Shape legend: N requests, B those on an engine, W positions.
+Invariants: time is monotonic; every request finishes once; no device is busy for longer than there is time; equal input
+gives equal bits. Shapes: N requests, B those on an engine, W positions.
 """
 
 from __future__ import annotations
@@ -47,8 +45,6 @@ ASKED = 4  # engines with the fewest requests, asked when one runs dry; others a
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """The result of a rollout, in which every request has finished. N requests."""
-
     plan: RolloutPlan
     lengths: Ints  # [N], tokens
     finish_s: Floats  # [N]: seconds from the rollout's begin
@@ -81,10 +77,9 @@ def simulate(
     seed: Sequence[int] = (0,),
     plan: RolloutPlan | None = None,
 ) -> Outcome:
-    """Simulate one rollout. `options` give the tables by which rounds are planned and take time.
+    """Simulate one rollout. Raises PlanError where nothing fits, or the world lacks a drafter's acceptance.
 
-    `age` counts policy versions since the drafters were refreshed; `plan` replaces the search. Raises PlanError where
-    nothing fits, or the world lacks a drafter's acceptance.
+    `age` counts versions since the drafters' refresh; `plan` replaces the search.
     """
     assert len(requests) == cluster.requests, len(requests)
     if missing := sorted({d.name for d in options.drafters} - set(world.methods)):
@@ -93,7 +88,7 @@ def simulate(
 
 
 class Rollout:
-    """Events: a request finishes, an engine decides anew, a dry engine can draft for another."""
+    """Events: a request finishes, an engine decides anew, a dry engine can draft."""
 
     def __init__(
         self,
@@ -130,7 +125,6 @@ class Rollout:
         self._order = count()
 
     def _remote(self) -> Remote | None:
-        """Return the drafters of the plan, on devices of their own, as they are believed to be."""
         if not self.plan.drafters.engines:
             return None
         drafter, devices = self.options.drafter(self.plan.draft.drafter), self.plan.drafters.devices_each
@@ -173,7 +167,6 @@ class Rollout:
         return self._outcome()
 
     def _parts(self) -> list[list[int]]:
-        """Assign requests as real engines get them: groups stay together."""
         sampling = SamplingParams(temperature=1.0, max_new_tokens=int(self.requests.lengths.max()))
         all_requests = [
             RolloutRequest(request_id=name, prompt_ids=(), sampling=sampling, seed=0, group_id=group)
@@ -187,7 +180,6 @@ class Rollout:
         heapq.heappush(self._heap, (at, next(self._order), engine.index, engine.version))
 
     def _turn(self, engine: Engine, now: float) -> None:
-        """Handle an engine's event: what finished leaves, what waits begins, what is due is decided."""
         engine.settle(now, self.progress)
         if engine.round is not None and len(engine.running):
             gone_B = self.progress.rounds_left(engine.running, engine.round) <= DONE
@@ -210,7 +202,6 @@ class Rollout:
             engine.decider.forget(self.ids[i])
 
     def _go_on(self, engine: Engine, now: float, *, decide: bool = True) -> None:
-        """Set its next round, and when it ends to be like that."""
         engine.since = max(now, engine.since)
         if decide and (engine.decisions == 0 or (engine.decider.adapts and engine.is_due())):
             self._decide(engine)
@@ -253,11 +244,11 @@ class Rollout:
             beside=self._beside(engine),
             alike=self.world.alike,
             waits=False,
+            host_s=self.world.host_s,
         )
-        engine.set_round(replace(found, seconds=(found.seconds + self.world.host_s) * engine.slow))
+        engine.set_round(replace(found, seconds=found.seconds * engine.slow))
 
     def _served(self) -> float:
-        """Return the requests of each drafter of the plan."""
         return float(self.ahead_E.sum()) / max(1, self.plan.drafters.engines)
 
     def _beside(self, engine: Engine) -> Beside | None:
@@ -267,13 +258,12 @@ class Rollout:
         return engine.helped_by(engine.helper, survival_BW, self.cluster.message_s, self.world.rollback_s)
 
     def _drafters_busy(self, now: float) -> None:
-        """The plan's drafters are busy while any request is drafted for."""
         if self.drafting_since is not None:
             self.drafting_s += max(0.0, now - self.drafting_since)
         self.drafting_since = max(now, self.drafting_since or now) if self.ahead_E.any() else None
 
     def _dry(self, engine: Engine, now: float) -> None:
-        """Free whoever helped an engine that has nothing to run any more; it will be free, too."""
+        """Free whoever helped this engine; it will be free, too."""
         self.ahead_E[engine.index] = 0
         engine.round = None
         self._drafters_busy(now)
@@ -293,7 +283,6 @@ class Rollout:
                 break
 
     def _help(self, engine: Engine, now: float) -> bool:
-        """Let an engine that ran dry draft for this one, if that is predicted to pay; return whether."""
         free = next((self.engines[i] for i, is_free in self.dry.items() if is_free), None)
         helper = self._helper(free, engine, now) if free is not None else None
         if free is None or helper is None:
@@ -310,7 +299,7 @@ class Rollout:
         return True
 
     def _helper(self, free: Engine, engine: Engine, now: float) -> Helper | None:
-        """Choose the method that is predicted to buy most (the draft ladder), of those that the engine has not."""
+        """Choose the method predicted to buy most, of those that the engine has not."""
         used = engine.decision.drafter if (engine.decision.windows > 0).any() else ""
         smallest = {
             option.name: min(fitting, key=lambda e: e.devices)
@@ -388,8 +377,6 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Seconds of one step's phases, in which all devices are busy but for the rollout's."""
-
     rollout_s: float
     train_s: float
     sync_s: float
@@ -421,14 +408,12 @@ class Run:
 
     @property
     def idle(self) -> float:
-        """Return the share of all device-seconds."""
         devices = self.job.devices
         idle_s = sum(devices * step.rollout_s - step.outcome.busy_device_s for step in self.steps)
         return idle_s / (devices * self.seconds)
 
 
 def run(job: Job) -> Run:
-    """Simulate all steps. Raises PlanError for what cannot be planned."""
     plan = placed(job.cluster, job.options, job.policy)
     steps: list[Step] = []
     for k in range(job.steps):

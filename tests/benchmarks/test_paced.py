@@ -106,6 +106,16 @@ def test_predictions_are_what_the_formulas_give_without_ends() -> None:
     assert paced_prediction.over_off(slow)["coupled"] < 0.8 * predicted["coupled"], "the table is what counts"
 
 
+def test_predictions_know_drafts_that_are_always_right() -> None:
+    """Some requests, too, if acceptance is spread around nearly 1."""
+    always = Setting(name="always", pace=flat(0.080, 0.020), batch=8, tokens=400, acceptance=1.0)
+    predicted = paced_prediction.over_off(always)
+    assert predicted["coupled"] == pytest.approx((1 + 8) / (1 + 8 / 4), rel=0.03)
+    assert predicted["decoupled"] == pytest.approx(4.0, rel=0.03), "as many as are drafted in a pass"
+    spread = paced_prediction.over_off(replace(always, acceptance=0.97, spread=0.05))
+    assert 1.0 < spread["coupled"] < predicted["coupled"]
+
+
 def test_errors_of_predictions_are_said_by_contestant() -> None:
     rows = [["s", "off", "1.00", "1.00"], ["s", "coupled", "2.00", "2.10"], ["s", "decoupled", "1.00", "0.80"]]
     said = paced_prediction.errors([*rows, ["s", "decoupled, first choices alone", "1.00", "1.10"]], 2, 3)

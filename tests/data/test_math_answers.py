@@ -20,7 +20,7 @@ SLOW = r"\boxed{9^{9^{9^{9}}}}"
 
 @pytest.fixture(scope="module")
 def answers() -> Iterator[MathAnswers]:
-    asked = MathAnswers(question_timeout_s=5)
+    asked = MathAnswers()
     yield asked
     asked.close()
 

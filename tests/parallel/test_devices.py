@@ -23,7 +23,6 @@ def test_this_machine() -> None:
     assert set(found.packages) == set(PROBES)
     assert len(found.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert found.wandb_key in (True, False)
-    assert all(found.has(name) == package.works for name, package in found.packages.items())
 
 
 def test_free_pages_between_used_ones_go_back() -> None:

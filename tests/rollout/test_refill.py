@@ -227,7 +227,7 @@ def collector(
         tokenizer=tokenizer,
         train_data=Dataset(problems),
         eval_data={},
-        progress=Progress(3, enabled=False),
+        progress=Progress(3),
         host="",
         max_prompt_tokens=50,
         replace_lost=replace_lost,

@@ -148,7 +148,7 @@ def rollout(collective: Collective, folder: Path, options: dict[str, Any]) -> di
         tokenizer=load_tokenizer(folder / "tokenizer"),
         train_data=Dataset(problems),
         eval_data={},
-        progress=Progress(3, enabled=False),
+        progress=Progress(3),
         host="",
         max_prompt_tokens=50,
         replace_lost=replace_lost,

@@ -40,7 +40,7 @@ def test_without_drafts_there_is_no_luck(length: int, lucky: float) -> None:
 
 def test_the_luck_of_coins_needs_the_rounds_of_the_coins() -> None:
     rng = np.random.default_rng(0)
-    for p, window in ((0.5, 2), (0.8, 4), (0.9, 3)):
+    for p, window in ((0.0, 2), (0.5, 2), (0.8, 4), (0.9, 3), (1.0, 4)):
         right = (rng.random(95) < p).tolist()
         at = rounds = 0
         while at < len(right):

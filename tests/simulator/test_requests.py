@@ -38,7 +38,8 @@ def test_the_tail_is_heavy_and_groups_are_alike() -> None:
 def test_survival_by_hand() -> None:
     method = Method(rate=0.5, decay=0.8, spread=1.0, drift=0.1, staleness=0.2)
     assert method.survival(2) == pytest.approx((0.5, 0.5 * 0.4))
-    assert method.survival(1, age=1, tokens=1000) == pytest.approx((0.5 * 0.8 * 0.9,))
+    aged = survivals(method, np.ones(1), np.full(1, 1000.0), window=1, age=1)
+    assert aged[0] == pytest.approx((0.5 * 0.8 * 0.9,))
     found = survivals(method, np.array([1.0, 3.0]), np.array([0.0, 1000.0]), window=2, age=0)
     assert found[0] == pytest.approx((0.5, 0.2))
     assert found[1, 0] == pytest.approx(0.75 * 0.9), "odds 3 x 1"

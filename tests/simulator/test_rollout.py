@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from specactor.errors import PlanError
 from specactor.planning.plans import RolloutPlan
+from specactor.simulator import rollout
 from specactor.simulator.decide import Policy, SimulatedMode, placed
 from specactor.simulator.engine import Engine
 from specactor.simulator.requests import Requests, World
 from specactor.simulator.rollout import Outcome, Rollout, simulate
 from tests.simulator.small import NO_DELAYS, W, candidates, cluster, requests, table, world
+from tests.simulator.test_rounds import host_afterwards
 
 SOME = {"start_s": 0.3, "replan_s": 0.01, "rollback_s": 0.001, "drafter_start_s": 0.1}
 MODES: list[SimulatedMode] = ["off", "coupled", "decoupled", "auto"]
@@ -241,6 +243,26 @@ def test_delays_cost_time() -> None:
         for wait in (0.0, 18.0)
     ]
     assert helped[0].seconds < helped[1].seconds
+
+
+def check_between_passes() -> None:
+    """Seconds between passes are as good for drafters elsewhere as those of passes."""
+    of, policy, host_s = requests(), Policy(mode="decoupled", max_window=1), 0.006
+    long, short = (candidates(base_s=base_s, step_s=0.012) for base_s in (0.010, 0.010 - host_s))
+    plan = placed(cluster(of), long, policy)
+    whole = simulate(cluster(of), long, world(), policy, of, plan=plan)
+    parts = simulate(cluster(of), short, world(delays=NO_DELAYS | {"host_s": host_s}), policy, of, plan=plan)
+    assert parts.finish_s == pytest.approx(whole.finish_s)
+
+
+def test_drafters_draft_between_passes() -> None:
+    check_between_passes()
+
+
+def test_drafters_that_stand_still_between_passes_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "round_of", host_afterwards)
+    with pytest.raises(AssertionError):
+        check_between_passes()
 
 
 def test_requests_that_do_not_fit_wait() -> None:

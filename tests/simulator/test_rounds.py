@@ -128,24 +128,38 @@ def drawn_ahead(p: float, window: int, *, round_s: float, token_s: float, rounds
     return tokens / rounds, verified / rounds
 
 
-def check_ahead(*, waits: bool) -> None:
-    """Passes of four draft steps and a little, whatever the rows and requests."""
+def check_ahead(made: RoundOf, *, waits: bool = False, host_s: float = 0.0) -> None:
+    """Rounds of four draft steps and a little, whatever the rows and requests."""
     for p, window in ((0.5, 2), (0.8, 4), (0.9, 3)):
-        flat = table(base_s=0.0123, row_s=0.0)
+        flat = table(base_s=0.0123 - host_s, row_s=0.0)
         remote = Remote(seconds=drafting(0.003, request_s=0.0), served=1.0, message_s=0.0)
         survival = np.array(survival_of(p, W + 1))[None]
-        found = round_of(survival, np.array([DECOUPLED]), np.array([window]), table=flat, remote=remote, waits=waits)
+        what = {"table": flat, "remote": remote, "waits": waits, "host_s": host_s}
+        found = made(survival, np.array([DECOUPLED]), np.array([window]), **what)
+        assert found.seconds == pytest.approx(0.0123) or waits
         drawn = drawn_ahead(p, window, round_s=0.0123, token_s=0.003, rounds=40000)
         assert (float(found.tokens[0]), float(found.drafted[0])) == pytest.approx(drawn, rel=0.05)
 
 
-def test_rounds_take_what_is_there() -> None:
-    check_ahead(waits=False)
+@pytest.mark.parametrize("host_s", [0.0, 0.006])
+def test_rounds_take_what_is_there(host_s: float) -> None:
+    check_ahead(round_of, host_s=host_s)
 
 
 def test_rounds_that_wait_for_windows_are_caught() -> None:
     with pytest.raises(AssertionError):
-        check_ahead(waits=True)
+        check_ahead(round_of, waits=True)
+
+
+def host_afterwards(*args: object, host_s: float, **more: object) -> Round:
+    """Wrong: drafters elsewhere stand still between two passes."""
+    found = round_of(*args, **more)  # type: ignore[arg-type]
+    return replace(found, seconds=found.seconds + host_s)
+
+
+def test_drafters_that_stand_still_between_passes_are_caught() -> None:
+    with pytest.raises(AssertionError):
+        check_ahead(host_afterwards, host_s=0.006)
 
 
 @pytest.mark.parametrize(("p", "window"), [(0.3, 1), (0.6, 3), (0.9, 4)])

@@ -43,7 +43,7 @@ def about(root: Path, kind: str, *wanted: str) -> dict[str, Any] | None:
     problems = build_dataset(replace(config.data.train_source, size=200), tokenizer, max_prompt_tokens=100)
     told = root / f"told-{kind}-{collective.rank}"
     with told.open("w") as file:
-        progress = Progress(1, enabled=False, console=Console(file=file))
+        progress = Progress(1, console=Console(file=file))
         made = [
             warmup.with_draft_model(config, policy, problems, tokenizer, collective, progress).rollout.speculation
             for _ in range(2)

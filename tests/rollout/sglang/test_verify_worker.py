@@ -196,7 +196,7 @@ def test_liars_change_no_token_and_are_told_of(
     assert (counts.failures > 0) == (drafter in ("TooFew", "Raises"))
     assert (counts.drafted == 0) == (drafter in ("TooFew", "Raises"))
     console = Console(file=io.StringIO(), width=200)
-    with Progress(2, enabled=False, console=console) as progress:
+    with Progress(2, console=console) as progress:
         progress.drafter_problems(seen)
         assert [len(of) for of in progress.problems.values()] == [len(LIARS[drafter])] * bool(LIARS[drafter])
         progress.problems.clear()
