@@ -123,11 +123,8 @@ class Text(Drafter):
     name = "text"
 
     def __init__(self) -> None:
-        self._script = self.of(Script.read(os.environ[SCRIPT]))
-
-    @staticmethod
-    def of(script: Script) -> Script:
-        return msgspec.structs.replace(script, acceptance=script.text, spread=script.text_spread, coins="text ")
+        script = Script.read(os.environ[SCRIPT])
+        self._script = msgspec.structs.replace(script, acceptance=script.text, spread=script.text_spread, coins="text ")
 
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = []

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from statistics import fmean
 
-from benchmarks.dialled import Elsewhere, InEngine, Script, Text
-from benchmarks.paced_devices import MAX_WINDOW, Setting, length_of, published
+from benchmarks.dialled import Elsewhere, InEngine, Script
+from benchmarks.paced_devices import MAX_WINDOW, Setting, published
 from benchmarks.paced_engine import Pace as DevicePace
 from benchmarks.results import Result, publish
 from specactor.config import SpeculationConfig
@@ -54,10 +54,9 @@ class Texts:
     empty: int = 0
 
     @classmethod
-    def of(cls, names: Sequence[str], setting: Setting, seed: int) -> Texts:
+    def of(cls, names: Sequence[str], tokens: int, seed: int) -> Texts:
         draw = random.Random(seed)
-        right = {name: [draw.randrange(16) for _ in range(setting.tokens)] for name in names}
-        right = {name: of[: length_of(setting, draw)] for name, of in right.items()}
+        right = {name: [draw.randrange(16) for _ in range(tokens)] for name in names}
         return cls(right=right, output={name: of[:1] for name, of in right.items()})
 
     def left(self, name: str) -> int:
@@ -74,16 +73,10 @@ class Texts:
         return agreed
 
     def played(self, setting: Setting, seconds: float) -> Played:
-        lengths = [len(output) - 1 for output in self.output.values()]
-        off_s = max(plain_s(setting, lengths[group :: setting.groups]) for group in range(setting.groups))
+        each = -(-setting.batch // setting.groups)
+        off_s = (setting.tokens - 1) * (setting.pace.pass_s(each, each) + HOST_S)
         emitted = sum(map(len, self.output.values())) - len(self.output)
         return Played(over_off=off_s / seconds, empty=self.empty / self.turns, tokens=emitted / self.turns)
-
-
-def plain_s(setting: Setting, lengths: Sequence[int]) -> float:
-    """Seconds that plain decoding of one group takes."""
-    live = [sum(length > done for length in lengths) for done in range(max(lengths))]
-    return sum(setting.pace.pass_s(requests, requests) + HOST_S for requests in live)
 
 
 def script(setting: Setting, right: dict[str, list[int]], second: float) -> Script:
@@ -196,7 +189,7 @@ class Verifier:
 def decoupled(setting: Setting, *, second: float, seed: int = 0) -> Played:
     """Play a batch on all groups but one, which drafts."""
     names = [str(1000 * seed + i) for i in range(setting.batch)]
-    texts = Texts.of(names, setting, seed)
+    texts = Texts.of(names, setting.tokens, seed)
     drafter = Drafting(continuer=Continuer(script(setting, texts.right, second)), step_s=setting.pace.step_s(MAX_LANES))
     engines = setting.groups - 1
     verifiers = []
@@ -239,44 +232,29 @@ class OnClock(InEngine):
         return super().propose(sequences, windows)
 
 
-class TextOnClock(Text):
-    def __init__(self, known: Script) -> None:
-        self._script = self.of(known)
-
-
-def coupled(setting: Setting, *, seed: int = 0, beside_text: bool = False) -> Played:
-    """Play the second batch of every group: the first tells what costs and acceptance are. The slowest group counts.
-
-    Args:
-        beside_text: in mode auto, with a drafter over text.
-    """
+def coupled(setting: Setting, *, seed: int = 0) -> Played:
+    """Play the second batch of every group: the first tells what costs and acceptance are. The slowest group counts."""
     worst_s = 0.0
     both: list[Texts] = []
     for group in range(setting.groups):
         each = len(range(group, setting.batch, setting.groups))
         texts = [
             Texts.of([str(1000 * seed + 2 * setting.batch * batch + setting.groups * i + group) for i in range(each)],
-                     setting, 2 * seed + batch)
+                     setting.tokens, 2 * seed + batch)
             for batch in range(2)
         ]  # fmt: skip
-        known = script(setting, texts[0].right | texts[1].right, 0.0)
-        drafter = OnClock(setting, known)
+        drafter = OnClock(setting, script(setting, texts[0].right | texts[1].right, 0.0))
         config = SpeculationConfig(
-            mode="auto" if beside_text else "coupled",
-            drafters=("benchmarks.dialled:InEngine", *(("benchmarks.dialled:Text",) if beside_text else ())),
-            max_window=MAX_WINDOW,
-            draft_model=("there",),
+            mode="coupled", drafters=("benchmarks.dialled:InEngine",), max_window=MAX_WINDOW, draft_model=("there",)
         )
-        drafters = [drafter, *([TextOnClock(known)] if beside_text else [])]
-        speculator = Speculator(config, drafters, clock=lambda drafter=drafter: drafter.now_s)  # type: ignore[misc]
+        speculator = Speculator(config, [drafter], clock=lambda drafter=drafter: drafter.now_s)  # type: ignore[misc]
         for batch in texts:
             began_s = drafter.now_s
             _play(setting, speculator, drafter, batch)
         worst_s = max(worst_s, drafter.now_s - began_s)
         both.append(texts[1])
-    in_turn = dict(sorted(((n, o) for t in both for n, o in t.output.items()), key=lambda pair: int(pair[0])))
     merged = Texts(
-        right={}, output=in_turn,
+        right={}, output={n: o for t in both for n, o in t.output.items()},
         turns=sum(t.turns for t in both), empty=sum(t.empty for t in both),
     )  # fmt: skip
     return merged.played(setting, worst_s)

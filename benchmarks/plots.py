@@ -420,15 +420,6 @@ def heads(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlabel("tokens/s over plain")
 
 
-def urgent(axes: Axes, rows: Sequence[Row]) -> None:
-    """Speed when tokens of slow requests count more, over all alike."""
-    labels = [
-        f"{row['setting'].partition(',')[0]}, {row['setting'].rpartition(', ')[2]}, {row['responses']}" for row in rows
-    ]
-    dots(axes, labels, {"": column(rows, "auto over auto, all tokens alike")}, line=1.0)
-    axes.set_xlabel("times as fast")
-
-
 def owned(axes: Axes, rows: Sequence[Row]) -> None:
     """Memory of a rank by number of ranks."""
     ways = list(dict.fromkeys(row["tokens are"] for row in rows))
@@ -470,7 +461,6 @@ PLOTS = {
     "faults": Plot(deaths, "What was killed, when, and how the run went on", 2.6),
     "decoupled_speed": Plot(decoupled, "Speed over plain decoding, every cell", 6.0),
     "paced_clock": Plot(where, "What is fastest on equal devices; circles are models by published figures", 3.4),
-    "auto_clock": Plot(urgent, "Speed when tokens of slow requests count more", 2.0),
     "paced": Plot(paced, "Speed over plain decoding at the pace of GPUs"),
     "paper_rollouts": Plot(rollouts, "Simulated rollouts over plain ones", 4.6),
     "speculation_speed_profile": Plot(rounds, "Milliseconds of a round", 5.2),

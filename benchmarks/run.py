@@ -28,7 +28,6 @@ BENCHMARKS = {
     "dead_drafter": "tokens per second with a drafter that was stopped or killed, over plain decoding",
     "decoupled_speed": "coupled and decoupled drafting on the same cores, and what the planner foresaw",
     "paced": "coupled and decoupled drafting at the pace of GPUs, on equal numbers of them",
-    "auto_clock": "what auto gains when tokens of slow requests count more, on a clock",
     "paced_clock": "where decoupled drafting wins on equal devices, played on a clock by the shipped ends",
     "tail_speed": "the last requests of a rollout: single drafters, the best in hindsight, and Fastest-of-N",
     "drafter_kinds": "what draft tokens of small models and of text drafters cost, and what learning them takes",

@@ -120,10 +120,10 @@ class Decider:
                 choice = self._ahead(sequences, replace(self.remote, served=max(served, 1.0, requests)))
                 plan = replace(plan, window=choice.windows[0])
             return _same(plan, requests)
-        caps, ids = [self.policy.max_window] * requests, [sequence.request_id for sequence in sequences]
+        caps = [self.policy.max_window] * requests
         options = {
             name: Option(
-                choice=of_drafter(name, self.acceptance[name].survivals(ids, covered=False), self.costs, caps, None),
+                choice=of_drafter(name, self.acceptance[name], self.costs, sequences, caps, None),
                 factor=self.costs.correction.factor(name),
             )
             for name in self.local

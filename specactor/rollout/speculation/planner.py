@@ -24,6 +24,7 @@ from functools import cache, partial
 import numpy as np
 
 from specactor.config import SpeculationConfig
+from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import OnlineCosts
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.drafter_set import DrafterSet
@@ -53,11 +54,6 @@ PER_REQUEST = "per request"
 """The way in which each request has a drafter of its own."""
 FASTEST = "fastest of N"
 """The way in which requests that need it have several."""
-URGENCY = 2.0
-"""A token counts 1 / (its request's tokens per round so far) to this power. A rollout ends with its slowest request, so
-that tokens per second of all together are not what counts (docs/results/auto_clock.md has what this is worth)."""
-FIRST_ROUNDS = 4
-"""Rounds of one token each that every request is taken to have had before its first."""
 
 
 class Planner:
@@ -65,7 +61,6 @@ class Planner:
 
     def __init__(self, config: SpeculationConfig, drafter_set: DrafterSet, estimates: Estimates) -> None:
         self.owners = Owners()
-        self.rates = Rates()
         self.current = OFF
         self._promises = Promises()
         self._config, self._drafter_set, self._estimates = config, drafter_set, estimates
@@ -81,21 +76,19 @@ class Planner:
         max_branches: int = 0,
     ) -> dict[str, Option]:
         """`drafts`: of drafters that draft first."""
-        requests, costs, ids = len(sequences), self._costs, [sequence.request_id for sequence in sequences]
-        worth_B1 = self.rates.worth(sequences)[:, None]
+        requests, costs = len(sequences), self._costs
         found: dict[str, Option] = {}
         for name, model in self._acceptance.items():
             if name in self._drafter_set.there:
-                survival_BW = worth_B1 * model.survivals(ids, covered=name in drafts)
-                choice = of_drafter(name, survival_BW, costs, caps, drafts.get(name), windows=self._windows)
+                choice = of_drafter(name, model, costs, sequences, caps, drafts.get(name), windows=self._windows)
                 found[name] = self._option(name, choice)
         self._expect(found, requests)
         ready = [name for name, lists in drafts.items() if any(lists)]
         later = [name for name in found if not self._drafter_set.drafters[name].drafts_first] if requests > 1 else []
         goes_further = self._config.fastest_of > 1 and self._config.mode == "auto" and self._config.window is None
         if ready and len(ready + later) > 1 and (requests > 1 or goes_further):  # one alone is one drafter's
-            branches = max_branches if goes_further else 0
-            found |= self._mixed(ids, worth_B1, caps, drafts, costs, ready, later, branches)
+            ids = [sequence.request_id for sequence in sequences]
+            found |= self._mixed(ids, caps, drafts, costs, ready, later, max_branches if goes_further else 0)
         return found
 
     def choose(self, options: Mapping[str, Option], requests: int) -> Choice:
@@ -134,10 +127,6 @@ class Planner:
             decision.depth = max(decision.to_draft)
         return decision
 
-    def forget(self, request_id: str) -> None:
-        self.owners.forget(request_id)
-        self.rates.forget(request_id)
-
     def _option(self, kind: str, choice: Choice, verified: Callable[[Sequence[int]], Drafts] | None = None) -> Option:
         return Option(choice=choice, factor=self._costs.correction.factor(kind), verified=verified)
 
@@ -154,7 +143,6 @@ class Planner:
     def _mixed(
         self,
         ids: Sequence[str],
-        worth_B1: Floats,
         caps: Sequence[int],
         drafts: Drafts,
         costs: OnlineCosts,
@@ -175,12 +163,12 @@ class Planner:
         # Every drafter's seconds are those of a round in which all draft that draft first.
         spent_s = max(costs.draft_s(name, requests)(depth) for name in (*ready, PER_REQUEST))
         live = live_costs(costs, requests, draft_W=np.full(most, spent_s))
-        offers = [Offer(drafter=name, survival=worth_B1 * table, costs=live) for name, table in own.items()]
+        offers = [Offer(drafter=name, survival=table, costs=live) for name, table in own.items()]
         found: dict[str, Option] = {}
         for name in later:
             later_s = costs.draft_s(name, requests)
             draft_W = np.array([max(spent_s, later_s(window)) for window in range(1, most + 1)])
-            survival = reaching(worth_B1 * self._acceptance[name].survivals(ids, covered=False), caps)
+            survival = reaching(self._acceptance[name].survivals(ids, covered=False), caps)
             offer = Offer(drafter=name, survival=survival, costs=live_costs(costs, requests, draft_W=draft_W))
             both, reach = [*offers, offer], {**lengths, name: list(caps)}
             owners = self.owners.of(ids, both)
@@ -194,8 +182,7 @@ class Planner:
         trees = self._trees(ids, drafts, owners, alone, own, max_branches) if max_branches else None
         if trees is not None:
             spent_s = max(spent_s, costs.draft_s(FASTEST, requests)(depth))
-            survival_BW, rows = padded(trees.survivals, most)
-            choice = _of_tables(worth_B1 * survival_BW, rows, costs, spent_s=spent_s)
+            choice = _of_tables(*padded(trees.survivals, most), costs, spent_s=spent_s)
             found[FASTEST] = self._option(FASTEST, choice, trees.chosen)
         return found
 
@@ -256,31 +243,6 @@ class Planner:
         return candidates(taken, alone, after, max_tokens=self._config.max_window, max_branches=max_branches)
 
 
-class Rates:
-    """What a token of each running request counts, by how fast the request has been."""
-
-    def __init__(self) -> None:
-        self._rounds = 0
-        self._begun: dict[str, tuple[int, int]] = {}  # by request: rounds before its first, and its length then
-
-    def next_round(self) -> None:
-        self._rounds += 1
-
-    def worth(self, sequences: Sequence[DraftSequence]) -> Floats:
-        """Return [B], 1 on average."""
-        tokens_and_rounds = []
-        for sequence in sequences:
-            length = len(sequence.output_ids)
-            rounds, tokens = self._begun.setdefault(sequence.request_id, (self._rounds, length))
-            tokens_and_rounds.append((length - tokens, self._rounds - rounds))
-        tokens_B, rounds_B = np.array(tokens_and_rounds, np.float64).T + FIRST_ROUNDS
-        worth_B: Floats = (rounds_B / tokens_B) ** URGENCY
-        return worth_B / worth_B.mean()
-
-    def forget(self, request_id: str) -> None:
-        self._begun.pop(request_id, None)
-
-
 class Owners:
     def __init__(self) -> None:
         self._drafter: dict[str, str] = {}
@@ -335,21 +297,23 @@ def _plan(drafter: str, window: int) -> DraftPlan:
 
 def of_drafter(
     name: str,
-    survival_BW: Floats,
+    model: AcceptanceModel,
     costs: OnlineCosts,
+    sequences: Sequence[DraftSequence],
     caps: Sequence[int],
     drafts: Sequence[Sequence[int]] | None,
     *,
     windows: Callable[..., Choice] = best_windows,
 ) -> Choice:
     """Of one drafter; at most `caps[i]` draft tokens for request i. `drafts`: if they are there already."""
-    requests, max_window = survival_BW.shape
+    requests = len(sequences)
     lengths = caps if drafts is None else [len(draft) for draft in drafts]
     draft_s = costs.draft_s(name, requests)
     if drafts is not None:
         spent_s = draft_s(max(caps))
         draft_s = lambda depth: spent_s  # noqa: E731
-    verify_N1 = costs.verify_curve(requests, requests * (1 + max_window))
+    survival_BW = model.survivals([s.request_id for s in sequences], covered=drafts is not None)
+    verify_N1 = costs.verify_curve(requests, requests * (1 + model.max_window))
     return windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s)
 
 

@@ -76,7 +76,7 @@ class Speculator:
     def close(self, sequence: DraftSequence) -> None:
         self.estimates.looked(self._looks.ended(sequence.request_id))
         self.estimates.forget(sequence.request_id)
-        self.planner.forget(sequence.request_id)
+        self.planner.owners.forget(sequence.request_id)
         self.drafter_set.close(sequence)
 
     def policy_changed(self) -> None:
@@ -92,7 +92,6 @@ class Speculator:
         """
         caps = [max(0, min(limit, self.config.largest_window)) for limit in limits]
         started = self._clock()
-        self.planner.rates.next_round()
         self.estimates.looked(self._looks.over())
         if not self._observe(caps):
             self._is_behind = True
@@ -143,7 +142,6 @@ class Speculator:
         """A plain round has ended, of those that `plain_rounds_ahead` promised; its seconds."""
         if self.config.window is None or not self.drafter_set.there:
             self._is_behind = True
-        self.planner.rates.next_round()
         if self._may_rest():
             self._back_off.count_round()
         self.drafter_set.listen(self._clock())

@@ -93,8 +93,7 @@ def best_windows(
     """The windows of highest predicted speed for drafts that cost `draft_s`.
 
     Args:
-        survival_BW: P(the first j draft tokens of request i are accepted), not increasing with j; times what a token
-            of the request counts, 1 on average.
+        survival_BW: P(the first j draft tokens of request i are accepted), not increasing with j.
         lengths: how many of them count, per request; they bound its window.
         verify_N1: seconds of a forward with 0, 1, .. sum(lengths) rows beyond the first of each request; what is more
             is not looked at.
@@ -196,7 +195,7 @@ def _rows_in_order(
     by_depth = survival_WB.ravel()  # rows of equal survival then keep the order of j, and windows are prefixes
     row_N = (-by_depth).argsort(kind="stable")[:num_rows]
     survival_N = by_depth[row_N]
-    assert not num_rows or survival_N[-1] >= 0.0, survival_N
+    assert not num_rows or (survival_N[0] <= 1.0 and survival_N[-1] >= 0.0), survival_N
     return survival_N, row_N
 
 

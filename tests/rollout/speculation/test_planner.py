@@ -15,18 +15,10 @@ from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.planner import (
-    FIRST_ROUNDS,
-    PER_REQUEST,
-    URGENCY,
-    Owners,
-    Rates,
-    live_costs,
-    reaching,
-)
+from specactor.rollout.speculation.planner import PER_REQUEST, Owners, live_costs, reaching
 from specactor.rollout.speculation.reconfiguration import LiveCosts, Offer
 from specactor.rollout.speculation.verification import Decision
-from specactor.rollout.speculation.windows import OFF, best_windows
+from specactor.rollout.speculation.windows import OFF
 from tests.rollout.speculation.world import World, auto, truth
 
 W = 4
@@ -291,38 +283,3 @@ def test_time_of_a_decision() -> None:
         owners = owned.of(ids, drafted)
     print(f"{(time.process_time() - began) / 20 * 1e3:.2f} ms for 256 requests and two drafters")
     assert set(owners) == {"a", "b"}
-
-
-def running(name: str, tokens: int) -> DraftSequence:
-    return DraftSequence(request_id=name, prompt_ids=(1,), output_ids=[7] * tokens, seed=0, temperature=1.0)
-
-
-def test_a_token_counts_more_where_requests_are_slow() -> None:
-    rates = Rates()
-    slow, fast, resumed = running("slow", 0), running("fast", 0), running("resumed", 500)
-    assert rates.worth([slow, fast, resumed]).tolist() == [1.0] * 3, "what was there before says nothing"
-    for _ in range(20):
-        rates.next_round()
-        for sequence, tokens in ((slow, 1), (fast, 3), (resumed, 3)):
-            sequence.output_ids.extend([7] * tokens)
-    worth = rates.worth([slow, fast, resumed])
-    assert worth.mean() == pytest.approx(1.0)
-    assert worth[0] / worth[1] == pytest.approx(((60 + FIRST_ROUNDS) / (20 + FIRST_ROUNDS)) ** URGENCY)
-    assert worth[1] == worth[2], "it counts from when it came"
-    rates.forget("slow")
-    assert rates.worth([running("slow", 20), fast])[0] > 1.0, "a new one is taken to be slow"
-
-
-def test_of_equal_drafts_the_slower_request_s_is_verified() -> None:
-    """One row more is free, the next costs as much as a round."""
-    survival_BW = np.full((2, 1), 0.5)
-    costs = np.array([1.0, 1.0, 2.0])
-    rates, slow, fast = Rates(), running("slow", 0), running("fast", 0)
-    for first, second in ((slow, fast), (fast, slow)):
-        rates.worth([slow, fast])
-        rates.next_round()
-        fast.output_ids.extend([7] * 3)
-        slow.output_ids.append(7)
-        worth_B1 = rates.worth([first, second])[:, None]
-        found = best_windows(worth_B1 * survival_BW, [1, 1], verify_N1=costs, draft_s=lambda depth: 0.0)
-        assert found.windows == ((1, 0) if first is slow else (0, 1))

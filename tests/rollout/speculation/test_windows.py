@@ -222,7 +222,7 @@ def test_survivals_from_the_model_fit() -> None:
     assert choice.windows[-1] <= 1
 
 
-@pytest.mark.parametrize("bad", [[0.5, 0.6], [0.5, -0.1], [0.5, float("nan")], [float("nan"), 0.5]])
+@pytest.mark.parametrize("bad", [[0.5, 0.6], [1.5, 0.5], [0.5, -0.1], [0.5, float("nan")], [float("nan"), 0.5]])
 def test_survivals_that_cannot_be_are_refused(bad: list[float]) -> None:
     for survivals in ([bad], [[0.9, 0.8], bad], [bad, [0.5]]):
         with pytest.raises(AssertionError):
