@@ -1,6 +1,6 @@
-"""Makes a dense draft model that has learned a target's probabilities of the next token, with the drafter trainer.
+"""Makes a draft model that has learned a target's probabilities of the next token: a dense one, or an EAGLE-3 head.
 
-    python -m benchmarks.distillation TARGET FOLDER SHAPE_AS_JSON SOURCE_AS_JSON MAX_NEW_TOKENS
+    python -m benchmarks.distillation layer|head TARGET FOLDER SHAPE_AS_JSON SOURCE_AS_JSON MAX_NEW_TOKENS
 
 Responses are sampled from the target at temperature 1, so the contexts are those of its rollouts. The whole
 distribution of every token is learned, not its top-k alone, since the vocabulary is small.
@@ -21,12 +21,13 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.trained_models import DraftShape
+from benchmarks.trained_models import DraftShape, HeadTraining
 from specactor.config import DraftTrainingConfig, SourceConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
-from specactor.trainer.drafter import acceptance, init
+from specactor.trainer.drafter import acceptance, command, init
 from specactor.trainer.drafter.buffer import TrainingExample
+from specactor.trainer.drafter.head import Eagle3Start
 from specactor.trainer.drafter.train import DrafterTrainer
 
 SAMPLED_TOGETHER = 512
@@ -87,11 +88,15 @@ def learn(draft: Any, examples: list[TrainingExample], shape: DraftShape) -> Non
     trainer.refresh(limit_s=float("inf"), clock=time.perf_counter, max_updates=shape.steps, rate_of=rate)
 
 
-def main() -> None:
-    target_dir, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    shape = DraftShape(**json.loads(sys.argv[3]))
-    torch.set_num_threads(1)
-    init.quiet()
+def problems_of(target_dir: Path, source: str, sequences: int) -> list[tuple[int, ...]]:
+    """So many prompts of a source; again from the first where it has fewer."""
+    found = msgspec.json.decode(source, type=SourceConfig)
+    problems = build_dataset(found, load_tokenizer(target_dir), max_prompt_tokens=256)
+    return [problems[i % len(problems)].prompt_ids for i in range(sequences)]
+
+
+def make_layer(target_dir: Path, folder: Path, shape: DraftShape, source: str, max_new_tokens: int) -> str:
+    """Make a dense model; return what it is."""
     beginning = init.RandomStart(
         hidden_size=shape.hidden_size,
         num_layers=shape.num_layers,
@@ -104,16 +109,38 @@ def main() -> None:
     said = f"{init.make_draft_model(target_dir, folder, beginning) / 1e3:.0f} k parameters"
     if shape.sequences:
         target, draft = init.read_model(target_dir), init.read_model(folder)
-        source = msgspec.json.decode(sys.argv[4], type=SourceConfig)
-        problems = build_dataset(source, load_tokenizer(target_dir), max_prompt_tokens=256)
-        prompts = [problems[i % len(problems)].prompt_ids for i in range(shape.sequences)]
-        examples = sampled(target, prompts, int(sys.argv[5]), shape.seed)
+        prompts = problems_of(target_dir, source, shape.sequences)
+        examples = sampled(target, prompts, max_new_tokens, shape.seed)
         taught = [example for i, example in enumerate(examples) if i % HELD_OUT]
         vocabulary = int(target.config.vocab_size)
         learn(draft, acceptance.with_top_k(target, taught, top_k=vocabulary), shape)
         found = acceptance.measure(target, draft, examples[::HELD_OUT], window=WINDOW, seed=shape.seed)
         said += f", sum of min(p, q) {found.overlap:.3f} on {len(examples[::HELD_OUT])} responses of their own"
         init.write_model(draft, folder, tokenizer=target_dir)
+    return said
+
+
+def make_head(target_dir: Path, folder: Path, how: HeadTraining, source: str, max_new_tokens: int) -> str:
+    """Make an EAGLE-3 head; return what it is."""
+    said = f"{init.make_draft_model(target_dir, folder, Eagle3Start()) / 1e3:.0f} k parameters"
+    target = init.read_model(target_dir)
+    examples = sampled(target, problems_of(target_dir, source, how.sequences), max_new_tokens, how.seed)
+    head = init.read_draft(folder, target)
+    settings = DraftTrainingConfig(learning_rate=how.learning_rate, tokens_per_update=how.tokens_per_update)
+    stats = command.learn(target, head, examples, settings, seed=how.seed, limit_s=float("inf"), updates=how.updates)
+    init.write_model(head, folder, tokenizer=target_dir)
+    return f"{said}, KL {stats.kl:.3f}, sum of min(p, q) {stats.overlap:.3f} while learning, {stats.seconds:.0f} s"
+
+
+def main() -> None:
+    kind, target_dir, folder, shape, source, max_new_tokens = sys.argv[1:]
+    torch.set_num_threads(1)
+    init.quiet()
+    places = Path(target_dir), Path(folder)
+    if kind == "head":
+        said = make_head(*places, HeadTraining(**json.loads(shape)), source, int(max_new_tokens))
+    else:
+        said = make_layer(*places, DraftShape(**json.loads(shape)), source, int(max_new_tokens))
     print(f"RESULT {said}", flush=True)
 
 

@@ -100,6 +100,17 @@ def settings() -> dict[str, Setting]:
             )
             for batch, tokens, dilation in ((8, 96, 30.0), (32, 96, 30.0), (64, 64, 60.0), (128, 64, 60.0))
         ),
+        *(
+            Setting(
+                name=f"32B on 8 H100, 1.5B drafts, 1k context, batch {batch}, long tail",
+                pace=published(**short, most=batch, dilation=60.0),  # type: ignore[arg-type]
+                batch=batch,
+                spread=0.1,
+                tokens=128,
+                tail=True,
+            )
+            for batch in (64, 128)
+        ),
         Setting(
             name="32B on 4 H100, 0.5B drafts, 4k context, batch 16",
             pace=published(**long, most=16, dilation=16.0),  # type: ignore[arg-type]
@@ -291,7 +302,8 @@ dilation; drafters sleep for their steps. A setting has equal groups of devices;
 the requests, or one of them drafts for the others (`decoupled`). Drafters know the right tokens and are wrong as \
 often as dialled, some requests more than others; where the first choice is wrong, the second is right as often as the \
 cost table says. `text` drafts in the engine at no cost, right with .5 ± .4. In mode auto a request has one of two \
-methods, or none; with `fastest of 2` both, in a tree. Medians of batches, with 95 % intervals from six on; every \
+methods, or none; with `fastest of 2` both, in a tree. Responses are equally long, or with a long tail: most a quarter \
+of the longest. Medians of batches, with 95 % intervals from six on; every \
 response was compared with plain decoding. `simulated`: what the simulator \
 predicts. A turn is a request in a round. Idle is the share of a group's time \
 in which its device would have nothing to do. Computing and `between` are this machine's own milliseconds, undilated: \

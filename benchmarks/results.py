@@ -129,9 +129,15 @@ def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
     return f"{form.format(median(values))} ({form.format(min(values))}-{form.format(max(values))})"
 
 
-def likely(values: Sequence[float], form: str = "{:.2f}") -> str:
-    """median (where the true median lies, with a confidence of 95 %). From six values on; fewer do not tell."""
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return where the true median lies, with a confidence of 95 %. From six values on; fewer do not tell."""
     from scipy.stats import quantile_test  # takes two seconds
 
-    interval = quantile_test(values, p=0.5).confidence_interval(confidence_level=0.95)
-    return f"{form.format(median(values))} ({form.format(interval.low)}-{form.format(interval.high)})"
+    found = quantile_test(values, p=0.5).confidence_interval(confidence_level=0.95)
+    return float(found.low), float(found.high)
+
+
+def likely(values: Sequence[float], form: str = "{:.2f}") -> str:
+    """median (its 95 % interval), from six values on."""
+    low, high = interval(values)
+    return f"{form.format(median(values))} ({form.format(low)}-{form.format(high)})"

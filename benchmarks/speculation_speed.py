@@ -26,9 +26,9 @@ import msgspec
 
 from benchmarks import speculation_speed_host as host
 from benchmarks.results import publish
-from benchmarks.speculation_speed_models import Shape, grow
+from benchmarks.speculation_speed_models import Shape, grow, grow_head
 from benchmarks.speculation_speed_table import Cell, result
-from benchmarks.trained_models import CACHE, Models, task_models, task_recipe
+from benchmarks.trained_models import CACHE, Models, head, task_models, task_recipe
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
@@ -39,18 +39,26 @@ from specactor.types import RolloutRequest, SamplingParams
 
 GROUP_SIZE = 8
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-FULL = {"A": (BATCHES, 7), "B": (BATCHES, 7), "heavy": (BATCHES, 5)}  # model -> batches, repetitions
-QUICK = {"B": (BATCHES, 5), "heavy": ((1, 4, 16), 3)}
+FULL = {model: (BATCHES, 6) for model in ("B", "A", "heavy")}  # model -> batches, repetitions
+QUICK = {"B": (BATCHES, 6), "heavy": ((1, 4, 16), 6)}
 MAX_NEW_TOKENS = 64
 MAX_WINDOW = 8
 CONTEXT = 160
 LIMIT_S = 300.0  # longest wait for one cell
 
-OURS: dict[str, SpeculationConfig | None] = {
-    "off": None,
-    "suffix": SpeculationConfig(mode="coupled", drafters=("suffix",)),
-    "model": SpeculationConfig(mode="coupled", drafters=("model",), draft_model=("made later",)),
-    "auto": SpeculationConfig(mode="auto", drafters=("suffix", "model"), draft_model=("made later",)),
+BOTH = ("a dense layer", "an EAGLE-3 head")  # made later
+
+
+def ours(mode: str, *drafters: str) -> SpeculationConfig:
+    return SpeculationConfig(mode=mode, drafters=drafters, draft_model=BOTH, max_window=MAX_WINDOW)  # type: ignore[arg-type]
+
+
+OURS = {
+    "off": SpeculationConfig(),
+    "suffix": ours("coupled", "suffix"),
+    "model": ours("coupled", "model"),
+    "head": ours("coupled", "model:2"),
+    "auto": ours("auto", "suffix", "model", "model:2"),
 }
 """Contestants that share one engine; off: it is able to speculate, and does not."""
 BUILTINS: dict[str, dict[str, str | int | float | bool]] = {
@@ -220,10 +228,8 @@ def start(index: int, models: Models, batch: int, folder: Path, **overrides: obj
 @contextmanager
 def contestants(models: Models, batch: int, folder: Path, names: Sequence[str]) -> Iterator[list[Contestant]]:
     """Their engines run until the end of the context."""
-    ways = {
-        name: replace(way or SpeculationConfig(), max_window=MAX_WINDOW, draft_model=(str(models.draft),))
-        for name, way in OURS.items()
-    }
+    drafts = (str(models.draft), str(models.head))
+    ways = {name: replace(way, draft_model=drafts if way.draft_model else ()) for name, way in OURS.items()}
     with ExitStack() as stack:
 
         def started(index: int, **overrides: object) -> Engine:
@@ -273,26 +279,31 @@ def _cell(
         batch=batch,
         name=player.name,
         tokens_per_s=median(tokens[key] / player.seconds[key] for key in mine),
-        ratio=median(plain.seconds[key] / player.seconds[key] for key in mine),
+        ratios=tuple(plain.seconds[key] / player.seconds[key] for key in mine),
         accept_length=emitted / verifies if verifies else 0.0,
-        repetitions=len(mine),
     )
 
 
 # ------------------------------------------------------------------------------------------------------------- main
 
 
-def model_pair(name: str) -> Models:
-    """The trained pair of a task; heavy: task B's target with 100 M parameters."""
+def models_of(name: str) -> Models:
+    """The trained models of a task; heavy: task B's target with 100 M parameters, and its head grown with it."""
+    models = task_models("A" if name == "A" else "B")
+    models = replace(models, head=head(models.target, "A" if name == "A" else "B"))
     if name != "heavy":
-        return task_models("A" if name == "A" else "B")
-    small = task_models("B")
-    folder = CACHE / f"grown-{small.target.name}"
+        return models
+    grown = {"target": (models.target, grow), "head": (models.head, grow_head)}
+    return replace(models, **{kind: grown_once(small, make) for kind, (small, make) in grown.items()})
+
+
+def grown_once(small: Path, make: Callable[[Path, Path, Shape], None]) -> Path:
+    folder = CACHE / f"grown-{small.name}"
     if not folder.exists():
         unfinished = folder.with_name(f".{folder.name}-{os.getpid()}")
-        grow(small.target, unfinished, Shape())
+        make(small, unfinished, Shape())
         unfinished.rename(folder)
-    return Models(target=folder, draft=small.draft)
+    return folder
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -312,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured: list[Cell] = []
     for model, (batches, repetitions) in plan.items():
         batches, repetitions = options.batches or batches, options.repetitions or repetitions
-        models = model_pair(model)
+        models = models_of(model)
         todo = works(models, "A" if model == "A" else "B", batches, repetitions)
         with (
             tempfile.TemporaryDirectory(prefix="speculation-speed-") as temporary,

@@ -63,16 +63,38 @@ def grow(small: Path, folder: Path, shape: Shape) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def grow_head(small: Path, folder: Path, shape: Shape) -> None:
+    """Write the EAGLE-3 head of the small model as one of the grown model, which drafts the same."""
+    config = json.loads((small / "config.json").read_text())
+    factor = shape.hidden_size / config["hidden_size"]
+    grown = _Grown(config, shape, factor**-0.5, inputs=2)
+    tensors = {name: grown.tensor(name, tensor) for name, tensor in load_file(small / "model.safetensors").items()}
+    folder.mkdir(parents=True)
+    config |= {
+        "hidden_size": shape.hidden_size,
+        "target_hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "intermediate_size": shape.expert_size,
+        "rms_norm_eps": config["rms_norm_eps"] / factor,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 class _Grown:
-    def __init__(self, config: dict[str, int], shape: Shape, norm: float) -> None:
+    def __init__(self, config: dict[str, int], shape: Shape, norm: float, *, inputs: int = 1) -> None:
+        """Args: inputs: hidden states side by side that attention reads."""
         head_dim = config["head_dim"]
         self._norm = norm  # the mean square over more columns, the new ones zero, is smaller
         hidden, expert = shape.hidden_size, shape.expert_size
         queries, keys = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
+        self._beside = dict.fromkeys(("q_proj", "k_proj", "v_proj"), inputs) | {"fc": 3}
         self._sizes = {
-            "q_proj": (queries, hidden),
-            "k_proj": (keys, hidden),
-            "v_proj": (keys, hidden),
+            "fc": (hidden, 3 * hidden),
+            "q_proj": (queries, inputs * hidden),
+            "k_proj": (keys, inputs * hidden),
+            "v_proj": (keys, inputs * hidden),
             "o_proj": (hidden, queries),
             "gate_proj": (expert, hidden),
             "up_proj": (expert, hidden),
@@ -90,7 +112,9 @@ class _Grown:
         large = torch.zeros(rows, columns)
         if kind in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
             large[small.shape[0] :] = self._noise(rows - small.shape[0], columns)
-        large[: small.shape[0], : small.shape[1]] = small
+        each = columns // (beside := self._beside.get(kind, 1))
+        for k, part in enumerate(small.chunk(beside, 1)):
+            large[: small.shape[0], k * each : k * each + part.shape[1]] = part
         return large
 
     def silent(self, name: str, small: Tensor) -> Tensor:

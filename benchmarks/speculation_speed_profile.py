@@ -34,7 +34,7 @@ from benchmarks.speculation_speed import (
     Work,
     contestants,
     fixed_lengths,
-    model_pair,
+    models_of,
     reference,
     works,
 )
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[list[str]] = []
     for model in options.models:
         batches = options.batches or BATCHES.get(model, BATCHES["B"])
-        models = model_pair(model)
+        models = models_of(model)
         todo = works(models, "A" if model == "A" else "B", batches, REPETITIONS)
         with (
             tempfile.TemporaryDirectory(prefix="speculation-speed-") as temporary,

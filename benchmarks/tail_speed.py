@@ -24,7 +24,7 @@ import msgspec
 
 from benchmarks import speculation_speed_host as host
 from benchmarks.results import RESULTS, publish
-from benchmarks.speculation_speed import model_pair
+from benchmarks.speculation_speed import models_of
 from benchmarks.tail_speed_table import (
     FASTEST,
     OFF,
@@ -222,7 +222,7 @@ class Contest:
 
 def measure(model: str, setting: Setting, repetitions: int, names: Sequence[str]) -> Tally:
     """All repetitions of one model."""
-    models = model_pair(model)
+    models = models_of(model)
     todo = works(models, setting, repetitions)
     with engine_of(models, setting.law) as engine:
         contest = Contest(model, engine, models)

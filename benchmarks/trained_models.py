@@ -54,6 +54,18 @@ class Models:
 
     target: Path
     draft: Path
+    head: Path = Path()  # an EAGLE-3 head, where one was asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadTraining:
+    """How an EAGLE-3 head learns from sampled responses of its target."""
+
+    sequences: int = 1536
+    updates: int = 400
+    tokens_per_update: int = 2048
+    learning_rate: float = 3e-3
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +134,13 @@ def task_target(task: Task) -> Path:
     return cached(f"target-{task}", parts, lambda folder: _warm_up(task, folder))
 
 
+def head(target: Path, task: Task) -> Path:
+    """An EAGLE-3 head for the target of a task."""
+    how = HeadTraining()
+    parts = (asdict(how), _weights(target), _distillation())
+    return cached(f"head-{task}", parts, lambda folder: distil(target, folder, how, task))
+
+
 def heavy_models() -> Models:
     """100 M parameters of a mixture of experts, and one dense layer; random weights."""
     target = cached(
@@ -173,13 +192,16 @@ def _warm_up(task: Task, folder: Path) -> None:
     shutil.copytree(ROOT / said, folder)
 
 
-def distil(target: Path, folder: Path, shape: DraftShape, task: Task, problems: SourceConfig | None = None) -> None:
-    """Make a draft model of the target in a folder that does not exist yet, on responses to the task's problems, or to
-    others."""
+def distil(
+    target: Path, folder: Path, shape: DraftShape | HeadTraining, task: Task, problems: SourceConfig | None = None
+) -> None:
+    """Make a draft model or a head of the target in a folder that does not exist yet, on responses to the task's
+    problems, or to others."""
     recipe = task_recipe(task)
     data = json.dumps(asdict(problems or recipe.data.train_source))
     max_new_tokens = str(recipe.rollout.max_new_tokens)
-    command = ["-m", "benchmarks.distillation", str(target), str(folder), json.dumps(asdict(shape)), data]
+    kind = "head" if isinstance(shape, HeadTraining) else "layer"
+    command = ["-m", "benchmarks.distillation", kind, str(target), str(folder), json.dumps(asdict(shape)), data]
     print("  " + _output([*command, max_new_tokens], cpu.environment(), DISTILLATION_LIMIT_S), flush=True)
 
 
