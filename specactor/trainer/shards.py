@@ -95,9 +95,10 @@ class RankShards:
     def held(self, capacity_bytes: int) -> Holding | None:
         """Return where engines find what this rank hands over for its host, as of now; None where it would take more
         than `capacity_bytes` to copy what does not lie in shared memory, on a GPU more than the host has free. It is
-        the same object until a tensor of the host moves."""
+        the same object until a tensor moves that engines read where it is."""
         pointers = [tensor.data_ptr() for _, tensor in self._parameters if tensor.device.type == "cpu"]
-        if pointers != self._pointers or self._holding is None:
+        moved = self._copied is not None and self._copied.moved()
+        if pointers != self._pointers or self._holding is None or moved:
             self._pointers = pointers
             self._holding = self._hold(capacity_bytes)
         if self._copied is not None and self._holding is not None:
@@ -112,14 +113,20 @@ class RankShards:
             capacity_bytes = room_bytes(self.hosts.count(self.hosts[dist.get_rank()]))
         if len(devices) > 1 or sum(aligned(tensor.nbytes) for tensor in others) > capacity_bytes:
             return None
-        self._copied = SharedCopy(others)
+        given = {name for name, _, _ in mine}
+        equal = [(name, tensor, None) for name, tensor in self._parameters if devices - {"cpu"} and name not in given]
+        if self._copied is not None:
+            self._copied.buffer.close()
+        self._copied = SharedCopy(others, [tensor for _, tensor, _ in equal])
         starts = iter(self._copied.starts)
-        tensors: list[plan.Held] = []
-        for name, tensor, place in mine:
-            memory, at = place or (len(self._memory), next(starts))
-            tensors += self._tensors_of(name, tensor, memory=memory, at=at)
-        addresses = tuple(buffer.address() for buffer in (*self._memory, self._copied.buffer))
-        return Holding(addresses=addresses, tensors=tuple(tensors))
+        tensors, near = list[plan.Held](), list[plan.Held]()
+        for found, parameters in ((tensors, mine), (near, equal)):
+            for name, tensor, place in parameters:
+                memory, at = place or (len(self._memory), next(starts))
+                found += self._tensors_of(name, tensor, memory=memory, at=at)
+        addresses = (*(buffer.address() for buffer in self._memory), self._copied.address())
+        by_gpu = {self._copied.gpu.uuid: tuple(near)} if self._copied.gpu is not None else {}
+        return Holding(addresses=addresses, tensors=tuple(tensors), near=by_gpu)
 
     def _near(self, group: dist.ProcessGroup) -> list[int]:
         """The ranks of a group that are on this host."""

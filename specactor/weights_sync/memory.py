@@ -28,6 +28,7 @@ from torch import Tensor
 
 from specactor.errors import WeightSyncError
 from specactor.weights_sync.buckets import aligned
+from specactor.weights_sync.cuda_ipc import GpuMemory, OpenedMemory, exported
 from specactor.weights_sync.digest import device_total, read_totals
 from specactor.weights_sync.plan import Chunk, Span
 
@@ -39,19 +40,28 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     fd: int
     inode: int  # tells a new file apart from an old one with the same descriptor
     num_bytes: int
+    gpu: GpuMemory | None = None  # where the same bytes lie on a GPU; the file may then lack them
 
 
 class SharedBuffer:
     """Memory of the sender."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, *, locked: bool = True) -> None:
         self._fd = os.memfd_create("specactor-bucket")
         os.ftruncate(self._fd, num_bytes)
         self._closed = weakref.finalize(self, os.close, self._fd)
         self._map = mmap.mmap(self._fd, num_bytes)
         self._num_bytes = num_bytes
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)  # uint8, [num_bytes]
-        register(self.data)
+        self._locked = False
+        if locked:
+            self.lock()
+
+    def lock(self) -> None:
+        """Register the pages with CUDA, unless they are."""
+        if not self._locked:
+            register(self.data)
+        self._locked = True
 
     def address(self) -> Address:
         """Return what a reader needs to open it."""
@@ -59,7 +69,8 @@ class SharedBuffer:
 
     def close(self) -> None:
         """Give the memory back. Readers that still map it keep their view."""
-        unregister(self.data)
+        if self._locked:
+            unregister(self.data)
         self.data = torch.empty(0, dtype=torch.uint8)
         self._closed()
         del self._map
@@ -68,7 +79,8 @@ class SharedBuffer:
 def open_address(address: Address, *, locked: bool = True) -> torch.Tensor:
     """The sender's bytes, uint8 [num_bytes], without a copy; `unregister` them in the end if they are `locked` for this
     process's GPU. Raises OSError when the sender is gone."""
-    data = torch.frombuffer(_mapped(address, mmap.PROT_READ | mmap.PROT_WRITE), dtype=torch.uint8)
+    populate = mmap.MAP_POPULATE if locked else 0
+    data = torch.frombuffer(_mapped(address, mmap.PROT_READ | mmap.PROT_WRITE, populate), dtype=torch.uint8)
     if locked:
         register(data)
     return data
@@ -79,7 +91,7 @@ def read_only(address: Address) -> npt.NDArray[np.uint8]:
     return np.frombuffer(_mapped(address, mmap.PROT_READ, 0), dtype=np.uint8)
 
 
-def _mapped(address: Address, protection: int, populate: int = mmap.MAP_POPULATE) -> mmap.mmap:
+def _mapped(address: Address, protection: int, populate: int) -> mmap.mmap:
     fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
     try:
         if os.fstat(fd).st_ino != address.inode:
@@ -113,18 +125,46 @@ def room_bytes(local_ranks: int) -> int:
 
 
 class SharedCopy:
-    """Tensors one after the other in shared memory."""
+    """Tensors one after the other in shared memory. Those of a GPU are copied only if someone reads them there; engines
+    on the same GPU read the tensors themselves."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
-        self.starts = list(accumulate((aligned(tensor.nbytes) for tensor in tensors), initial=0))
-        self.buffer = SharedBuffer(max(1, self.starts[-1]))
+    def __init__(self, tensors: Sequence[Tensor], gpu_only: Sequence[Tensor] = ()) -> None:
+        """Args: gpu_only: those that follow `tensors`, but are never copied."""
+        self._tensors = [*tensors, *gpu_only]
+        self._on_gpu = any(tensor.device.type != "cpu" for tensor in self._tensors)
+        self._copied: Sequence[int] = range(0) if self._on_gpu else range(len(tensors))
+        self.starts = list(accumulate((aligned(tensor.nbytes) for tensor in self._tensors), initial=0))
+        self.buffer = SharedBuffer(max(1, self.starts[len(tensors)]), locked=False)
+        self.gpu, self.refusal = self._exported()
+
+    def address(self) -> Address:
+        """Return what a reader needs to open it."""
+        return msgspec.structs.replace(self.buffer.address(), gpu=self.gpu)
+
+    def moved(self) -> bool:
+        """Return whether a tensor lies elsewhere on the GPU, or its allocation was made anew."""
+        return self._exported()[0] != self.gpu
+
+    def _exported(self) -> tuple[GpuMemory | None, str]:
+        """Return where the tensors lie on a GPU, or why other processes cannot read them there."""
+        if not self._on_gpu:
+            return None, ""
+        try:
+            return exported(self._tensors, self.starts), ""
+        except (OSError, WeightSyncError) as error:
+            return None, str(error)
+
+    def read_by(self, spans: Iterable[Span]) -> None:
+        """Copy from now on what of a GPU's tensors these are of."""
+        self._copied = sorted({self._number(span) for span in spans})
 
     def refresh(self) -> None:
-        """Copy the tensors as they are now."""
-        for start, tensor in zip(self.starts, self._tensors, strict=False):
-            raw = _raw(tensor)
-            self.buffer.data[start : start + raw.numel()].copy_(raw, non_blocking=True)
+        """Copy the tensors as they are now, and wait until they are written: others may read them then."""
+        if self._copied:
+            self.buffer.lock()
+        for number in self._copied:
+            raw = _raw(self._tensors[number])
+            self.buffer.data[self.starts[number] :][: raw.numel()].copy_(raw, non_blocking=True)
         for device in {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}:
             torch.cuda.synchronize(device)
 
@@ -133,14 +173,17 @@ class SharedCopy:
         return read_totals([device_total(_joined(map(self._source, spans))) for spans in chunks])
 
     def _source(self, span: Span) -> Tensor:
-        which = bisect(self.starts, span.at) - 1
+        which = self._number(span)
         return _grid(_raw(self._tensors[which]), span.at - self.starts[which], span.step, span)
+
+    def _number(self, span: Span) -> int:
+        return bisect(self.starts, span.at) - 1
 
 
 def pull_on_device(
-    parameters: Mapping[str, Tensor], chunks: Iterable[Chunk], copy_from: Sequence[Tensor] | None
+    parameters: Mapping[str, Tensor], chunks: Iterable[Chunk], copy_from: Sequence[Tensor | OpenedMemory] | None
 ) -> tuple[int, ...]:
-    """Return each chunk's digest where its bytes go to; with `copy_from`, they are copied from that host memory first,
+    """Return each chunk's digest where its bytes go to; with `copy_from`, they are copied from those memories first,
     all before the one wait for the device.
 
     Args:
@@ -152,8 +195,9 @@ def pull_on_device(
         for name, block in zip(chunk.parameters, chunk.blocks, strict=True):
             targets.append(_grid(parameters[name], block.to, block.step, block.span))
             if copy_from is not None:
-                source = _grid(copy_from[block.span.memory], block.span.at, block.span.step, block.span)
-                targets[-1].copy_(source, non_blocking=True)
+                memory = copy_from[block.span.memory]
+                raw, at = memory.find(block.span.at) if isinstance(memory, OpenedMemory) else (memory, block.span.at)
+                targets[-1].copy_(_grid(raw, at, block.span.step, block.span), non_blocking=True)
         totals.append(device_total(_joined(targets)))
     return read_totals(totals)
 

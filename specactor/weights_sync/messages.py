@@ -53,6 +53,8 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[Address | None, ...]
     """None: of a memory that nothing on this host is taken from."""
     tensors: tuple[Held, ...]
+    near: dict[str, tuple[Held, ...]] = {}
+    """By GPU: tensors, or parts, that engines on it had better take from there than where `tensors` has them."""
     planned: int = 0
     """Key of the plan, already made, that these memories, without tensors, are added to."""
 
@@ -89,6 +91,8 @@ class PlanReply(msgspec.Struct, frozen=True, kw_only=True):
 
     chunks: tuple[Chunk, ...] = ()
     refusal: str = ""
+    on_gpu: tuple[int, ...] = ()  # memories that it reads on its own GPU
+    through_host: str = ""  # why it reads none there, where it could have
 
 
 class PullReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,7 +67,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     @property
     def place(self) -> tuple[object, ...]:
         """Return where its bytes go."""
-        return (*self.parameters, *((b.to, b.step, b.span.length, b.span.count) for b in self.blocks))
+        return (*self.parameters, *map(_place, self.blocks))
 
 
 class Copy(NamedTuple):
@@ -120,7 +120,7 @@ def merged(parts: Sequence[tuple[int, Sequence[Held]]], hosts: Sequence[int], he
     copies: dict[tuple[Any, ...], dict[int, Held]] = defaultdict(dict)  # equal parts by rank
     for rank, (_, tensors) in enumerate(parts):
         for tensor in tensors:
-            copies[tensor.name, *((b.to, b.step, b.span.length, b.span.count) for b in tensor.blocks)][rank] = tensor
+            copies[tensor.name, *map(_place, tensor.blocks)][rank] = tensor
     given: dict[tuple[int, bool], int] = defaultdict(int)  # by rank, on its own host or to others
     for host in range(here + 1):  # of those before, what they are given alone: where a part lies differs, and no more
         ranks = [_giver(equal, hosts, host, given) for equal in copies.values()]
@@ -132,6 +132,29 @@ def merged(parts: Sequence[tuple[int, Sequence[Held]]], hosts: Sequence[int], he
     for tensor in found.values():
         _check_once(tensor.name, _expanded(tensor.blocks), tensor.num_bytes, [])
     return tuple(found.values())
+
+
+def nearer(tensors: Iterable[Held], own: Iterable[Held], first: int) -> tuple[Held, ...]:
+    """Return those of a host's tensors of which a rank has equal parts, with these in the place of other ranks'.
+
+    Args:
+        own: parts that the rank has, in memories from `first` on.
+    """
+    parts = {tensor.name: {_place(block): block for block in tensor.blocks} for tensor in own}
+    found = []
+    for tensor in tensors:
+        if tensor.name in parts:
+            of_rank = {
+                place: Block(_moved(block.span, first), block.to, block.step)
+                for place, block in parts[tensor.name].items()
+            }
+            blocks = tuple(of_rank.get(_place(block), block) for block in tensor.blocks)
+            found.append(Held(tensor.name, tensor.num_bytes, blocks))
+    return tuple(found)
+
+
+def _place(block: Block) -> tuple[int, int, int, int]:
+    return block.to, block.step, block.span.length, block.span.count
 
 
 def _giver(equal: Mapping[int, Held], hosts: Sequence[int], host: int, given: dict[tuple[int, bool], int]) -> int:

@@ -15,9 +15,9 @@ import msgspec
 from specactor.parallel.collective import Collective
 from specactor.weights_sync.digest import digest_of, digest_spans
 from specactor.weights_sync.memory import Address, SharedCopy, open_address, room_bytes
-from specactor.weights_sync.messages import Holding, PullReply
+from specactor.weights_sync.messages import Holding, PlanReply, PullReply
 from specactor.weights_sync.mirrors import Crossing, Mirrors, crossings
-from specactor.weights_sync.plan import Chunk, Span, merged
+from specactor.weights_sync.plan import Chunk, Span, merged, nearer
 
 Spans = tuple[Span, ...]
 
@@ -40,10 +40,17 @@ class JobPlan:
         tensors = merged([(len(each.addresses), each.tensors) for each in holdings], hosts, here)
         self._mirrors = Mirrors(collective, hosts)
         seen = tuple(a if hosts[owner] == here else None for a, owner in zip(addresses, self._owner, strict=True))
-        self.holding = Holding(addresses=seen, tensors=tensors)  # for the engines of this host
+        near = {
+            uuid: nearer(tensors, parts, self._owner.index(rank))
+            for rank, each in enumerate(holdings)
+            if hosts[rank] == here
+            for uuid, parts in each.near.items()
+        }
+        self.holding = Holding(addresses=seen, tensors=tensors, near=near)  # for the engines of this host
         self.key = _digest(self.holding)  # engines that took it know their plan by that
         self.num_bytes = sum(tensor.num_bytes for tensor in tensors)
         self.link_bytes = 0
+        self.through_host = ""  # why engines read host memory of what lies on their own GPU
         self.chunks: dict[int, list[tuple[Chunk, ...]]] = {}  # by engine of this rank, per rank of it
         self._order: list[list[Spans]] = [[] for _ in holdings]  # what each rank digests
         # By spans: those which are to have the same digest, of owners on other hosts.
@@ -53,24 +60,34 @@ class JobPlan:
         own = holdings[collective.rank].addresses
         self._memories = {first + i: open_address(_known(address), locked=False) for i, address in enumerate(own)}
 
-    def learn(self, chunks: dict[int, list[tuple[Chunk, ...]]]) -> str:
-        """Take what the engines of this rank planned: see the attribute. Return why this rank cannot take part;
-        otherwise, if anything crosses, `holding` is then that of the mirrors. Collective."""
-        self.chunks = chunks
+    def learn(self, replies: Mapping[int, Sequence[PlanReply]]) -> str:
+        """Take what the engines of this rank planned. Return why this rank cannot take part; otherwise, if anything
+        crosses, `holding` is then that of the mirrors. Collective."""
+        self.chunks = {engine: [reply.chunks for reply in ranks] for engine, ranks in replies.items()}
         mine = {
-            (chunk.spans, _digest((number, len(ranks), chunk.place))): None
-            for ranks in chunks.values()
-            for number, part in enumerate(ranks)
-            for chunk in part
+            (chunk.spans, _digest((number, len(ranks), chunk.place)), chunk.spans[0].memory in reply.on_gpu): None
+            for ranks in replies.values()
+            for number, reply in enumerate(ranks)
+            for chunk in reply.chunks
         }
-        told = self._collective.gather(tuple(mine), tuple[tuple[Spans, int], ...])
+        reasons = [reply.through_host for ranks in replies.values() for reply in ranks]
+        if self._on_device is not None:
+            reasons.append(self._on_device.refusal)
+        everyone = self._collective.gather(
+            (tuple(mine), next(filter(None, reasons), "")), tuple[tuple[tuple[Spans, int, bool], ...], str]
+        )
+        told = [part for part, _ in everyone]
+        self.through_host = next((reason for _, reason in everyone if reason), "")
         first: dict[int, Spans] = {}  # by place in an engine
-        for spans, place in dict.fromkeys(pair for part in told for pair in part):
+        for spans, place in dict.fromkeys(each[:2] for part in told for each in part):
             if first.setdefault(place, spans) != spans:
                 self._alike[spans][first[place]] = None
-        for spans in dict.fromkeys(spans for part in told for spans, _ in part):
+        for spans in dict.fromkeys(spans for part in told for spans, _, _ in part):
             self._order[self._owner[spans[0].memory]].append(spans)
-        self._crossings = crossings([[spans for spans, _ in part] for part in told], self._owner, self._hosts)
+        if self._on_device is not None:
+            read = [spans for part in told for spans, _, on_gpu in part if not on_gpu]
+            self._on_device.read_by(s for spans in read for s in spans if s.memory in self._memories)
+        self._crossings = crossings([[spans for spans, _, _ in part] for part in told], self._owner, self._hosts)
         self.link_bytes = sum(crossing.end - crossing.start for crossing in self._crossings)
         if not self._crossings:
             return ""

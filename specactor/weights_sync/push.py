@@ -178,7 +178,7 @@ class Push:
         replies = self._ask_all(PLAN, plan.holding, PlanReply) if plan is not None else {}
         refusal = self._told(refusal, replies)
         if plan is not None and not refusal:
-            refusal = plan.learn({engine: [reply.chunks for reply in ranks] for engine, ranks in replies.items()})
+            refusal = plan.learn(replies)
             mirrored = plan.link_bytes and not self._collective.any(bool(refusal))
             refusal = self._told(refusal, self._ask_all(PLAN, plan.holding, PlanReply) if mirrored else {})
         if plan is None or refusal:

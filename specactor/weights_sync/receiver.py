@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -22,11 +22,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specactor.errors import WeightSyncError
+from specactor.parallel.devices import gpu_uuid
 from specactor.weights_sync import plan
 from specactor.weights_sync.buckets import Slot
+from specactor.weights_sync.cuda_ipc import Allocations, OpenedMemory
 from specactor.weights_sync.digest import Memory, copy_and_digest, digest_of
 from specactor.weights_sync.memory import Address, open_address, pull_on_device, read_only, unregister
 from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Holding, PlanReply, Pull, PullReply, Round
+from specactor.weights_sync.plan import Held
 
 _MAX_VIEWS = 256  # mapped buckets and mirrors that are kept; `push.MOST_KEPT` is half of it
 
@@ -143,8 +146,9 @@ class _Plan:
     key: int
     chunks: tuple[plan.Chunk, ...]
     sizes: dict[str, int]
-    memories: list[Memory | torch.Tensor | None]
-    """On the host, or locked for a GPU; None where nothing is taken from."""
+    memories: list[Memory | torch.Tensor | OpenedMemory | None]
+    """On the host, locked for a GPU, or on this rank's own GPU; None where nothing is taken from."""
+    through_host: str
 
 
 class Receiver:
@@ -155,6 +159,7 @@ class Receiver:
         self._plan: _Plan | None = None
         self._pulled = False  # whether the open version came by the plan
         self._views: dict[Address, torch.Tensor] = {}
+        self._on_gpu = Allocations()
         self._written: dict[int, dict[tuple[int, tuple[int, ...]], int]] = {}
         self._open_version: int | None = None
         self._at = ""  # name of the tensor that is being loaded
@@ -206,26 +211,48 @@ class Receiver:
                 self._plan = self._planned(rank.model, message)
             if self._plan is None or self._plan.key != message.planned:
                 raise WeightSyncError("the engine has no plan that what other hosts send belongs to")
+            read = {block.span.memory for chunk in self._plan.chunks for block in chunk.blocks}
             for number, address in enumerate(message.addresses):
-                if address is not None:
+                if address is not None and number in read and self._plan.memories[number] is None:
                     self._plan.memories[number] = opened(address)
         except (OSError, WeightSyncError) as error:
             self._forget_plan()
             return msgspec.msgpack.encode(PlanReply(refusal=str(error)))
         self._plan = replace(self._plan, key=digest_of(memoryview(payload)))
-        return msgspec.msgpack.encode(PlanReply(chunks=() if message.planned else self._plan.chunks))
+        if message.planned:
+            return msgspec.msgpack.encode(PlanReply())
+        on_gpu = tuple(i for i, memory in enumerate(self._plan.memories) if isinstance(memory, OpenedMemory))
+        reply = PlanReply(chunks=self._plan.chunks, on_gpu=on_gpu, through_host=self._plan.through_host)
+        return msgspec.msgpack.encode(reply)
 
     def _planned(self, model: torch.nn.Module, everything: Holding) -> _Plan:
-        """Join what was watched with what the trainer holds; nothing is opened yet."""
+        """Join what was watched with what the trainer holds. Of that, what lies on this rank's GPU is opened."""
         watched = self._watched
         if watched.parameters != _places(model.named_parameters()):
             raise WeightSyncError("the engine's parameters moved while they were loaded")
         if watched.refusal:
             raise WeightSyncError(watched.refusal)
         sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-        chunks = plan.chunks(watched.copies, sizes, everything.tensors)
         _flat(model, sizes)
-        return _Plan(everything.planned, chunks, sizes, [None] * len(everything.addresses))
+        on_gpu, near, reason = self._opened_on_gpu(everything, next(model.parameters()).device)
+        tensors = {tensor.name: tensor for tensor in (*everything.tensors, *near)}
+        chunks = plan.chunks(watched.copies, sizes, tuple(tensors.values()))
+        memories = [on_gpu.get(number) for number in range(len(everything.addresses))]
+        return _Plan(everything.planned, chunks, sizes, [*memories], reason)
+
+    def _opened_on_gpu(
+        self, everything: Holding, device: torch.device
+    ) -> tuple[dict[int, OpenedMemory], Sequence[Held], str]:
+        """Return the memories on this rank's own GPU, what had better be taken from them, and why there are none."""
+        memories = {i: each.gpu for i, each in enumerate(everything.addresses) if each is not None and each.gpu}
+        if not memories:
+            return {}, (), ""
+        try:
+            uuid = gpu_uuid(device.index)
+            own = {number: memory for number, memory in memories.items() if memory.uuid == uuid}
+            return self._on_gpu.open(own, device.index), everything.near.get(uuid, ()), ""
+        except (OSError, WeightSyncError) as error:
+            return {}, (), str(error)
 
     def pull(self, rank: EngineRank, payload: bytes) -> bytes:
         """Answer a `Pull`: what the parameters hold after all were copied by the plan."""

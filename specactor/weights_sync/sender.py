@@ -38,6 +38,7 @@ class SyncReport:
     seconds: float
     link_bytes: int = 0  # of tensors, from host to host
     note: str = ""  # why there will be no plan; said once
+    through_host: str = ""  # why engines read host memory of what lies on their own GPU; said once
 
     @property
     def gb_per_s(self) -> float:
@@ -65,7 +66,7 @@ class WeightSender:
         start = time.perf_counter()
         self._mirrors = self._mirrors or [Mirrors(self._collective, source.hosts) for _ in range(2)]
         push = Push(self._config, self._collective, source.hosts, self._buffers, self._mirrors, engines, version)
-        note, holding = "", push.held(source)
+        note, through_host, holding = "", "", push.held(source)
         try:
             if not self._pulled(push, holding):
                 push.stream(CHECK, source)
@@ -75,6 +76,7 @@ class WeightSender:
                 else:  # the buckets still hold the whole model
                     push.resend()
                 note = self._make_plan(push, holding, source.on_device)
+                through_host = self._plan.through_host if self._plan is not None else ""
             push.commit()
             push.agree("load")
         finally:
@@ -87,6 +89,7 @@ class WeightSender:
             seconds=time.perf_counter() - start,
             link_bytes=push.link_bytes,
             note=note,
+            through_host=through_host,
         )
 
     def _pulled(self, push: Push, holding: Holding | None) -> bool:
