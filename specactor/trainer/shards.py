@@ -95,7 +95,7 @@ class RankShards:
     def held(self, capacity_bytes: int) -> Holding | None:
         """Return where engines find what this rank hands over for its host, as of now; None where it would take more
         than `capacity_bytes` to copy what does not lie in shared memory, on a GPU more than the host has free. It is
-        the same object until a tensor moves that engines read where it is."""
+        the same object until a tensor of the host moves."""
         pointers = [tensor.data_ptr() for _, tensor in self._parameters if tensor.device.type == "cpu"]
         moved = self._copied is not None and self._copied.moved()
         if pointers != self._pointers or self._holding is None or moved:

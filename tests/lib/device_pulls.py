@@ -13,6 +13,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -32,7 +33,8 @@ from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, PLAN, PULL, Hol
 from specactor.weights_sync.plan import Held, held
 from specactor.weights_sync.receiver import Receiver
 from specactor.weights_sync.sender import WeightSender
-from tests.lib.simulated_cuda import Simulated, simulated
+from tests.lib.simulated_cuda import Mode, Simulated, simulated
+from tests.weights_sync.test_hosts import Rank
 
 VISIBLE = "FAKE_CUDA_VISIBLE"
 A, B, C = (48, 64), (40, 64), (24, 64)
@@ -55,9 +57,9 @@ class FakeCuda(Cuda):
         inner = torch.frombuffer((ctypes.c_char * num_bytes).from_address(pointer), dtype=torch.uint8)
         return Simulated(inner, torch.device("cuda", device))
 
-    def allocate(self, num_bytes: int, call: str) -> int:
+    def allocate(self, num_bytes: int, call: str, device: int) -> int:
         pointer = ctypes.c_void_p()
-        assert self.library.cudaSetDevice(NUMBER) == 0
+        assert self.library.cudaSetDevice(device) == 0
         assert getattr(self.library, call)(ctypes.byref(pointer), ctypes.c_size_t(num_bytes)) == 0
         return pointer.value or 0
 
@@ -234,18 +236,19 @@ class Alone:
 class Source:
     """Tensors that are parts of two allocations."""
 
-    hosts = (0,)
+    hosts: tuple[int, ...] = (0,)
 
-    def __init__(self, made: FakeCuda, call: str = "cudaMalloc") -> None:
-        self.made = made
-        self.pointers = [made.allocate(2**16, call), made.allocate(2**14, call)]
+    def __init__(self, made: FakeCuda, call: str = "cudaMalloc", *, number: int = NUMBER, gives: str = "abc") -> None:
+        """Args: number: of the GPU; gives: what no equal rank hands over to the host."""
+        self.made, self._number, self._gives = made, number, gives
+        self.pointers = [made.allocate(2**16, call, number), made.allocate(2**14, call, number)]
         self.tensors = {name: self._at(*PLACES[name], shape) for name, shape in (("a", A), ("b", B), ("c", C))}
         self.set(1)
         self._holding: Holding | None = None
         self.on_device: SharedCopy = None  # type: ignore[assignment]
 
     def _at(self, allocation: int, offset: int, shape: tuple[int, int]) -> torch.Tensor:
-        raw = self.made.tensor(self.pointers[allocation], (2**16, 2**14)[allocation], NUMBER)
+        raw = self.made.tensor(self.pointers[allocation], (2**16, 2**14)[allocation], self._number)
         return raw[offset : offset + 4 * shape[0] * shape[1]].view(torch.float32).view(shape)
 
     def set(self, version: int) -> None:
@@ -259,25 +262,28 @@ class Source:
     def make_anew(self) -> None:
         """Free the first allocation, and have the tensors elsewhere."""
         old = self.pointers[0]
-        self.pointers[0] = self.made.allocate(2**16, "cudaMalloc")
+        self.pointers[0] = self.made.allocate(2**16, "cudaMalloc", self._number)
         self.tensors |= {name: self._at(0, PLACES[name][1], shape) for name, shape in (("a", A), ("b", B))}
         self.on_device._tensors[:] = self.tensors.values()
         assert self.made.library.cudaFree(ctypes.c_void_p(old)) == 0
 
     def rounds(self, capacity_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         a, b, c = self.tensors.values()
-        yield [("a", a.t()), ("b", b), ("c", c)]
+        yield [pair for pair in (("a", a.t()), ("b", b), ("c", c)) if pair[0] in self._gives]
 
     def held(self, capacity_bytes: int) -> Holding:
         if self._holding is None or self.on_device.moved():
-            self.on_device = SharedCopy([*self.tensors.values()])
-            tensors = []
-            for (name, tensor), start in zip(self.tensors.items(), self.on_device.starts, strict=False):
+            given = {name: tensor for name, tensor in self.tensors.items() if name in self._gives}
+            equal = {name: tensor for name, tensor in self.tensors.items() if name not in given}
+            self.on_device = SharedCopy([*given.values()], [*equal.values()])
+            tensors, near = list[Held](), list[Held]()
+            for (name, tensor), start in zip((given | equal).items(), self.on_device.starts, strict=False):
                 numbers = torch.arange(tensor.numel()).view(tensor.shape)
                 index = (numbers.t() if name == "a" else numbers).flatten().numpy()
                 blocks = held(index, range(tensor.numel()), memory=0, at=start, item_bytes=4)
-                tensors.append(Held(name, tensor.nbytes, blocks))
-            self._holding = Holding(addresses=(self.on_device.address(),), tensors=tuple(tensors))
+                (tensors if name in given else near).append(Held(name, tensor.nbytes, blocks))
+            by_gpu = {uuid(self._number): tuple(near)}
+            self._holding = Holding(addresses=(self.on_device.address(),), tensors=tuple(tensors), near=by_gpu)
         self.on_device.refresh()
         return self._holding
 
@@ -303,6 +309,32 @@ def pushes(source: Source, engine: Engine, change: dict[int, Callable[[], None]]
     sender.close()
     found["at the end"] = engine.ask("end")
     return found
+
+
+def equal_ranks(made: FakeCuda, engine: Engine) -> dict[str, Any]:
+    """Two ranks on two GPUs with equal tensors, of which each hands over some; the engine is on the second one's."""
+    job: Any = SimpleNamespace(met=threading.Barrier(2), box=[b""] * 2, longest_s=60.0)
+    sources = [Source(made, number=0, gives="ab"), Source(made, number=1, gives="c")]
+    reports: list[list[Any]] = [[], []]
+
+    def one(rank: int) -> None:
+        sources[rank].hosts = (0, 0)
+        sender = WeightSender(WeightsSyncConfig(), Rank(job, rank))  # type: ignore[arg-type]
+        with Mode():  # type: ignore[no-untyped-call]
+            for version in range(1, 4):
+                sources[rank].set(version)
+                report = sender.push(sources[rank], [engine] * rank, version=version)  # type: ignore[list-item]
+                right = engine.ask("values") == sources[rank].expected() if rank else True
+                reports[rank].append([right, report.num_rounds, report.through_host])
+        sender.close()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    host = [int(source.on_device.buffer.data.ne(0).sum()) for source in sources]
+    return {"reports": reports, "host bytes": host, "at the end": engine.ask("end")}
 
 
 def spoiled(gpu: GpuMemory) -> GpuMemory:
@@ -339,6 +371,9 @@ def main(library: Path, fake: Path) -> None:
         for name, change in {"does not open": spoiled, "too small": too_large}.items():
             with patch.object(memory, "exported", lambda *given, change=change: change(right(*given))):
                 run(name)
+        for name, visible in {"equal ranks": "2", "equal ranks, another GPU": "7"}.items():
+            engine.begin(visible, name)
+            found[name] = equal_ranks(made, engine)
         source = Source(made)
         source.held(0)
         assert source.on_device.gpu is not None

@@ -81,6 +81,20 @@ def test_an_allocation_that_is_made_anew_is_opened_and_the_old_one_closed(found:
     assert run["host bytes"] == 0
 
 
+def test_of_equal_ranks_that_on_the_own_gpu_is_read(found: dict[str, Any]) -> None:
+    """Each hands over some tensors to the host. An engine on the GPU of one takes all of that rank; one on neither GPU
+    takes what each gives to the host."""
+    run = found["equal ranks"]
+    pushes = [[True, rounds, ""] for rounds in (1, 0, 0)]
+    assert run["reports"] == [pushes] * 2
+    assert run["host bytes"] == [0, 0]
+    assert run["at the end"] == [0, 2, 2, 0]
+    run = found["equal ranks, another GPU"]
+    assert run["reports"] == [pushes] * 2
+    assert all(run["host bytes"])
+    assert run["at the end"] == [0, 0, 0, 0]
+
+
 def test_digests_find_bytes_of_an_allocation_that_is_gone(found: dict[str, Any]) -> None:
     """A wrong version of the trainer, which does not ask whether its tensors moved."""
     run = found["not looked at"]

@@ -255,6 +255,20 @@ def test_a_part_that_is_in_two_cuts_is_refused() -> None:
         merged([(1, [whole_one]), (1, [half_one])], [0, 0], 0)
 
 
+def test_a_rank_that_is_near_gives_what_it_has() -> None:
+    """Of two halves it has the second, which another rank hands over to the host; nothing of a tensor that is cut
+    otherwise."""
+    [first] = plan.held(np.arange(8), range(4), memory=0, at=0, item_bytes=4)
+    [second] = plan.held(np.arange(8), range(4, 8), memory=1, at=64, item_bytes=4)
+    host = (Held("x", 32, (first, second)), Held("y", 16, (first,)))
+    own = Held("x", 32, plan.held(np.arange(8), range(4, 8), memory=0, at=640, item_bytes=4))
+    [near] = plan.nearer(host, [own], 2)
+    assert near.blocks == (first, Block(Span(2, 640, 0, 16, 1), 16, 0))
+    cut = Held("x", 32, plan.held(np.arange(8), range(6, 8), memory=0, at=640, item_bytes=4))
+    assert plan.nearer(host, [cut], 2) == host[:1]
+    assert plan.nearer(host, [], 2) == ()
+
+
 def test_a_tensor_that_no_rank_holds_is_refused() -> None:
     loader = loaded(PAIR, 0)
     tensors = [t for t in all_of(PAIR) if t.name != "1.2.up"]
