@@ -1,7 +1,7 @@
 """Memory of a GPU that another process on the same GPU reads.
 
-CUDA's IPC handle is of a whole allocation, of which PyTorch's tensors are parts, so a tensor is named by handle and
-offset. A process opens an allocation once and keeps it until no plan needs it. GPUs are named by UUID.
+CUDA's handle is of a whole allocation, of which PyTorch's tensors are parts. A process opens it once, and keeps it
+until no plan needs it. GPUs are named by UUID: numbers differ between processes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the tensors of a memory lie on a GPU."""
-
     uuid: str
     handles: tuple[bytes, ...]  # of allocations
     parts: tuple[Part, ...]
@@ -44,7 +42,7 @@ class _Handle(ctypes.Structure):
 
 
 class Cuda:
-    """The calls of CUDA that this needs. Each raises WeightSyncError where CUDA refuses."""
+    """CUDA's calls; each raises WeightSyncError where CUDA refuses."""
 
     def __init__(self, runtime: ctypes.CDLL, driver: ctypes.CDLL) -> None:
         """Args: libcudart, as PyTorch has loaded it, and libcuda."""
@@ -61,13 +59,13 @@ class Cuda:
         return base.value, size.value
 
     def handle(self, base: int) -> bytes:
-        """Return the handle of the allocation that begins there; equal as long as the allocation lives."""
+        """Return the handle of the allocation that begins there, the same while it lives."""
         handle = _Handle()
         self._do("cudaIpcGetMemHandle", EXPANDABLE, ctypes.byref(handle), ctypes.c_void_p(base))
         return bytes(handle)
 
     def open(self, handle: bytes, device: int) -> int:
-        """Map another process's allocation, which is on the GPU of that number here."""
+        """Map another process's allocation; `device` is its GPU's number here."""
         pointer = ctypes.c_void_p()
         with self._current(device):
             opened = ctypes.byref(pointer), _Handle.from_buffer_copy(handle), PEER_ACCESS
@@ -75,7 +73,6 @@ class Cuda:
         return pointer.value or 0
 
     def close(self, pointer: int, device: int) -> None:
-        """Unmap what was opened."""
         with self._current(device):
             self._do("cudaIpcCloseMemHandle", "Start the engine again", ctypes.c_void_p(pointer))
 
@@ -118,14 +115,14 @@ class _Memory:
 
 @cache
 def cuda() -> Cuda:
-    """Return this process's CUDA. Raises OSError without one."""
+    """Raises OSError without CUDA."""
     major = (torch.version.cuda or "").partition(".")[0]
     return Cuda(ctypes.CDLL(f"libcudart.so.{major}"), ctypes.CDLL("libcuda.so.1"))
 
 
 def exported(tensors: Sequence[Tensor], starts: Sequence[int]) -> GpuMemory:
-    """Let processes on the same GPU read tensors; `starts` are their first bytes in the memory. Raises OSError or
-    WeightSyncError where that cannot be."""
+    """Let processes on the same GPU read tensors, whose first bytes in the memory are `starts`. Raises OSError or
+    WeightSyncError."""
     library, numbers, parts = cuda(), dict[int, int](), []
     for tensor, at in zip(tensors, starts, strict=False):
         if not tensor.is_contiguous():
@@ -140,8 +137,6 @@ def exported(tensors: Sequence[Tensor], starts: Sequence[int]) -> GpuMemory:
 
 
 class OpenedMemory:
-    """A memory on this process's GPU that another process owns."""
-
     def __init__(self, parts: Sequence[Part], allocations: Sequence[Tensor]) -> None:
         self._parts, self._allocations = parts, allocations
         self._starts = [part.at for part in parts]
@@ -160,7 +155,7 @@ class Allocations:
         self._closed = weakref.finalize(self, _close, self._opened, [])
 
     def open(self, memories: Mapping[int, GpuMemory], device: int) -> dict[int, OpenedMemory]:
-        """Return the memories, by number, and close what none of them needs. Raises OSError or WeightSyncError; then
+        """Return the memories by number, and close what none of them needs. Raises OSError or WeightSyncError; then
         nothing is open."""
         try:
             _close(self._opened, [handle for memory in memories.values() for handle in memory.handles])

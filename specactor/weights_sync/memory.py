@@ -1,13 +1,10 @@
 """Memory that the trainer writes and an engine rank on the same host reads.
 
-It is an anonymous memory file, which engine ranks open through /proc. It has no name, so it cannot be left behind: it
-is gone when the last process that holds it is. Where there are GPUs it is host memory all the same, registered with
-CUDA by whoever opens it, so that each copies at the speed of its own bus. So no number of a device travels: a process
-need not see, and never touches, the devices of others. Addresses are typed msgspec values; nothing is unpickled.
+It is an anonymous memory file, opened through /proc: it is gone when the last process that holds it is. Who has a GPU
+locks the pages for it, so no number of a device travels. Nothing is unpickled.
 
-Where parameters lie on GPUs, a trainer rank copies what it hands over to such memory (`SharedCopy`), and each engine
-rank copies its parts from there by plan (`pull_on_device`). Each side digests what lies on its own GPU, the source and
-what arrived, so both ways over the bus are checked.
+What lies on GPUs is copied there (`SharedCopy`) for engine ranks of other GPUs; those of the same read it in place
+(`cuda_ipc`). Each side digests what lies on its own GPU.
 """
 
 from __future__ import annotations
@@ -44,8 +41,6 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedBuffer:
-    """Memory of the sender."""
-
     def __init__(self, num_bytes: int, *, locked: bool = True) -> None:
         self._fd = os.memfd_create("specactor-bucket")
         os.ftruncate(self._fd, num_bytes)
@@ -58,17 +53,16 @@ class SharedBuffer:
             self.lock()
 
     def lock(self) -> None:
-        """Register the pages with CUDA, unless they are."""
+        """Register the pages with CUDA, once."""
         if not self._locked:
             register(self.data)
         self._locked = True
 
     def address(self) -> Address:
-        """Return what a reader needs to open it."""
         return Address(pid=os.getpid(), fd=self._fd, inode=os.fstat(self._fd).st_ino, num_bytes=self._num_bytes)
 
     def close(self) -> None:
-        """Give the memory back. Readers that still map it keep their view."""
+        """Readers that still map it keep their view."""
         if self._locked:
             unregister(self.data)
         self.data = torch.empty(0, dtype=torch.uint8)
@@ -77,8 +71,8 @@ class SharedBuffer:
 
 
 def open_address(address: Address, *, locked: bool = True) -> torch.Tensor:
-    """The sender's bytes, uint8 [num_bytes], without a copy; `unregister` them in the end if they are `locked` for this
-    process's GPU. Raises OSError when the sender is gone."""
+    """Return the sender's bytes, uint8 [num_bytes], without a copy; `unregister` them if `locked`. Raises OSError when
+    the sender is gone."""
     populate = mmap.MAP_POPULATE if locked else 0
     data = torch.frombuffer(_mapped(address, mmap.PROT_READ | mmap.PROT_WRITE, populate), dtype=torch.uint8)
     if locked:
@@ -87,7 +81,7 @@ def open_address(address: Address, *, locked: bool = True) -> torch.Tensor:
 
 
 def read_only(address: Address) -> npt.NDArray[np.uint8]:
-    """Open an address for the processor alone, which cannot write them. Pages that nobody wrote stay unmade."""
+    """Return its bytes, not to be written. Pages that nobody wrote stay unmade."""
     return np.frombuffer(_mapped(address, mmap.PROT_READ, 0), dtype=np.uint8)
 
 
@@ -113,20 +107,17 @@ def register(data: torch.Tensor) -> None:
 
 
 def unregister(data: torch.Tensor) -> None:
-    """The reverse of `register`."""
     if torch.cuda.is_available() and data.numel():
         torch.cuda.cudart().cudaHostUnregister(data.data_ptr())  # type: ignore[no-untyped-call]
 
 
 def room_bytes(local_ranks: int) -> int:
-    """Return how much host memory one of so many ranks may take for its copy: together they leave half of what is
-    free."""
+    """Return how much host memory one of so many ranks may take: together half of what is free."""
     return int(psutil.virtual_memory().available) // (2 * local_ranks)
 
 
 class SharedCopy:
-    """Tensors one after the other in shared memory. Those of a GPU are copied only if someone reads them there; engines
-    on the same GPU read the tensors themselves."""
+    """Tensors one after the other in shared memory; those of a GPU are copied only if someone reads them there."""
 
     def __init__(self, tensors: Sequence[Tensor], gpu_only: Sequence[Tensor] = ()) -> None:
         """Args: gpu_only: those that follow `tensors`, but are never copied."""
@@ -138,7 +129,6 @@ class SharedCopy:
         self.gpu, self.refusal = self._exported()
 
     def address(self) -> Address:
-        """Return what a reader needs to open it."""
         return msgspec.structs.replace(self.buffer.address(), gpu=self.gpu)
 
     def moved(self) -> bool:
@@ -146,7 +136,7 @@ class SharedCopy:
         return self._exported()[0] != self.gpu
 
     def _exported(self) -> tuple[GpuMemory | None, str]:
-        """Return where the tensors lie on a GPU, or why other processes cannot read them there."""
+        """Return where the tensors lie on a GPU, or why no other process can read them there."""
         if not self._on_gpu:
             return None, ""
         try:
@@ -155,11 +145,11 @@ class SharedCopy:
             return None, str(error)
 
     def read_by(self, spans: Iterable[Span]) -> None:
-        """Copy from now on what of a GPU's tensors these are of."""
+        """Copy a GPU's tensors from now on that these are of."""
         self._copied = sorted({self._number(span) for span in spans})
 
     def refresh(self) -> None:
-        """Copy the tensors as they are now, and wait until they are written: others may read them then."""
+        """Copy the tensors as they are now; others may read them afterwards."""
         if self._copied:
             self.buffer.lock()
         for number in self._copied:
@@ -169,7 +159,7 @@ class SharedCopy:
             torch.cuda.synchronize(device)
 
     def digests(self, chunks: Iterable[Sequence[Span]]) -> tuple[int, ...]:
-        """Return the digest of the bytes of each chunk, on the device that they are copied from."""
+        """Return each chunk's digest, on the device that it is copied from."""
         return read_totals([device_total(_joined(map(self._source, spans))) for spans in chunks])
 
     def _source(self, span: Span) -> Tensor:
@@ -183,12 +173,8 @@ class SharedCopy:
 def pull_on_device(
     parameters: Mapping[str, Tensor], chunks: Iterable[Chunk], copy_from: Sequence[Tensor | OpenedMemory] | None
 ) -> tuple[int, ...]:
-    """Return each chunk's digest where its bytes go to; with `copy_from`, they are copied from those memories first,
-    all before the one wait for the device.
-
-    Args:
-        parameters: bytes of each.
-    """
+    """Return each chunk's digest where its bytes go to; with `copy_from`, they are copied from those memories first.
+    Waits for the device once. `parameters` are bytes."""
     totals = []
     for chunk in chunks:
         targets = []

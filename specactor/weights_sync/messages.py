@@ -1,5 +1,4 @@
-"""What the sender asks of every engine rank. Each message is the payload of one rank call, which a method of `Receiver`
-answers (`specactor.rollout.sglang.plugin` says which)."""
+"""What the sender asks of every engine rank: payloads of rank calls, which a method of `Receiver` answers."""
 
 from __future__ import annotations
 
@@ -23,8 +22,6 @@ COMMIT = "weights.commit"
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
-    """A filled bucket."""
-
     version: int
     address: Address
     slots: tuple[Slot, ...]
@@ -33,22 +30,17 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """All buckets of a round."""
-
     buckets: tuple[Bucket, ...]
     checked: bool = False
     """Whether these very bytes were checked before. Their owner checks them once more after they were loaded."""
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a version's stream."""
-
     version: int
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """This is what one rank of the trainer, or all together for one host, hand over out of memory that others can
-    read."""
+    """What one rank of the trainer, or all for one host, hand over out of memory that others can read."""
 
     addresses: tuple[Address | None, ...]
     """None: of a memory that nothing on this host is taken from."""
@@ -60,28 +52,25 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pull(msgspec.Struct, frozen=True, kw_only=True):
-    """One version, by the plan that was made of a holding."""
-
     version: int
     key: int  # digest of the holding
     copy: bool = True  # if not, digest what the parameters hold already
 
 
 class DraftWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """All weights of a draft model, in one bucket. Its fields differ from those of the messages about the policy, so
-    neither can be taken for the other."""
+    """All weights of a draft model. Its fields differ from those of the policy's messages, so neither is taken for the
+    other."""
 
     draft_version: int
     address: Address
     slots: tuple[Slot, ...]
 
     def as_round(self) -> Round:
-        """Return what it is to the receiver of one model."""
         return Round(buckets=(Bucket(version=self.draft_version, address=self.address, slots=self.slots),))
 
 
 class CheckReply(msgspec.Struct, frozen=True, kw_only=True):
-    """This is what one rank found. An empty `problem` means that all is well."""
+    """An empty `problem` means that all is well."""
 
     problem: str = ""
 

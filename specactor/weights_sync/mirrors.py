@@ -1,12 +1,10 @@
 """Memory of other hosts' ranks, at the same places in memory of this host.
 
-What a host needs of a rank's memory elsewhere crosses once: from that rank, its owner, to one rank of the host, the
-taker, into memory that all processes of the host can read. Whoever knows a place in the owner's memory knows it in the
-mirror, so plans and digests speak of the owner's alone: what an engine holds is compared with what the owner digested,
-and a byte that changed on the link or in the mirror is found there.
+What a host needs crosses once, from its owner to one rank of the host, the taker. Plans and digests speak of the
+owner's memory alone, so a byte that changed on the way is found.
 
-Invariants: every rank derives the same crossings from what all have told each other; between two ranks bytes go in the
-order of the crossings; a mirror ends with the last byte that crosses, and where none does there is none.
+Invariants: every rank derives the same crossings; between two ranks bytes go in the order of the crossings; a mirror
+ends with the last byte that crosses, and where none does there is none.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from specactor.weights_sync.plan import Span, covered
 
 
 class Crossing(NamedTuple):
-    """Bytes `start` to `end` of a memory, from its owner to the rank that takes it for its host."""
+    """Bytes `start` to `end` of a memory."""
 
     memory: int
     owner: int
@@ -65,8 +63,6 @@ def crossings(reads: Sequence[Iterable[Sequence[Span]]], owners: Sequence[int], 
 
 
 class Mirrors:
-    """Those that one rank made, and the addresses of all of its host."""
-
     def __init__(self, collective: Collective, hosts: Sequence[int]) -> None:
         self._collective, self._hosts = collective, hosts
         self._buffers: dict[int, SharedBuffer] = {}
@@ -95,7 +91,7 @@ class Mirrors:
         return [problem for _, problem in everyone]
 
     def lacking(self, crossings: Sequence[Crossing]) -> dict[int, int]:
-        """Return the bytes of each memory that this rank must mirror and has no room for yet."""
+        """Return the bytes of each memory that this rank must mirror and has no room for."""
         ends = {c.memory: c.end for c in sorted(crossings) if c.taker == self._collective.rank}  # the last of each
         return {
             memory: end
@@ -108,11 +104,7 @@ class Mirrors:
         return self._buffers[memory].data
 
     def fill(self, crossings: Sequence[Crossing], own: Callable[[int], torch.Tensor]) -> None:
-        """Have all crossings happen, on all ranks: engines read what any of their host made. Collective.
-
-        Args:
-            own: returns the bytes of a memory of this rank.
-        """
+        """Have all crossings happen; `own` returns the bytes of a memory of this rank. Collective."""
         rank = self._collective.rank
         self._collective.pass_bytes(
             [(own(c.memory)[c.start : c.end], c.taker) for c in crossings if c.owner == rank],
@@ -121,7 +113,6 @@ class Mirrors:
         self._collective.barrier()
 
     def close(self) -> None:
-        """Give the memory back."""
         for buffer in self._buffers.values():
             buffer.close()
         self._buffers.clear()

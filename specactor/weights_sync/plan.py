@@ -1,12 +1,12 @@
 """Which bytes of the trainer's memory go where in an engine rank's parameters. PURE: offsets in, offsets out.
 
-Nobody has to know how Megatron's parameters become Hugging Face's, nor how those become SGLang's. The trainer notes of
-which of its bytes each Hugging Face tensor is made (`Held`), the engine rank what its model's own loader copied from
-each tensor to where (`Copy`), and `chunks` joins the two.
+The trainer notes of which bytes each Hugging Face tensor is made (`Held`), the engine rank what its loader copied from
+each tensor to where (`Copy`); `chunks` joins the two.
 
-Invariants: a host takes every byte of every tensor from one rank, and every byte of every parameter is written once, or
-only ever filled; a plan for which that is not so is refused. The bytes of a chunk belong to one memory and one tensor;
-engines of equal layouts cut their parameters into equal chunks, wherever they take them from.
+Invariants: a host takes every byte of every tensor from one rank, an engine rank from the one on its GPU if that has
+it; every byte of every parameter is written once, or only ever filled, or the plan is refused. The bytes of a chunk
+belong to one memory and one tensor; engines of equal layouts cut their parameters into equal chunks, wherever they take
+them from.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """This is what has one digest: bytes of one memory, in this order."""
+    """What has one digest: bytes of one memory, in this order."""
 
     parameters: tuple[str, ...]  # of the engine rank: where each block goes
     blocks: tuple[Block, ...]
@@ -66,13 +66,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Return where its bytes go."""
         return (*self.parameters, *map(_place, self.blocks))
 
 
 class Copy(NamedTuple):
-    """This is what a loader did: a grid of elements of a tensor copied to a grid in a parameter, or filled without a
-    source."""
+    """What a loader did: a grid of elements copied from a tensor to a parameter, or filled."""
 
     tensor: str  # empty for a fill
     at: int  # first byte in the tensor
@@ -96,7 +94,7 @@ class _Runs(NamedTuple):
 
 
 def held(index: Ints, own: range, *, memory: int, at: int, item_bytes: int) -> tuple[Block, ...]:
-    """Blocks of a tensor that lie in one shard.
+    """Return the blocks of a tensor that lie in one shard.
 
     Args:
         index: of every element of the tensor, its number among those of all shards one after the other; [N].
@@ -109,8 +107,8 @@ def held(index: Ints, own: range, *, memory: int, at: int, item_bytes: int) -> t
 
 
 def merged(parts: Sequence[tuple[int, Sequence[Held]]], hosts: Sequence[int], here: int) -> tuple[Held, ...]:
-    """All tensors, whole, for one host. Of equal parts a host takes its own, otherwise one of a rank that has had to
-    give the fewest bytes so far. Raises WeightSyncError, for every host alike, where a tensor would not be whole.
+    """Return all tensors, whole, for one host. Of equal parts a host takes its own, else one of a rank that has given
+    the fewest bytes. Raises WeightSyncError, for every host alike, where a tensor would not be whole.
 
     Args:
         parts: per rank, how many memories it has, and what it holds in them. They are numbered on over the ranks.
@@ -135,11 +133,8 @@ def merged(parts: Sequence[tuple[int, Sequence[Held]]], hosts: Sequence[int], he
 
 
 def nearer(tensors: Iterable[Held], own: Iterable[Held], first: int) -> tuple[Held, ...]:
-    """Return those of a host's tensors of which a rank has equal parts, with these in the place of other ranks'.
-
-    Args:
-        own: parts that the rank has, in memories from `first` on.
-    """
+    """Return those of a host's tensors of which a rank has equal parts (`own`, in memories from `first` on), with these
+    in place of others'."""
     parts = {tensor.name: {_place(block): block for block in tensor.blocks} for tensor in own}
     found = []
     for tensor in tensors:
@@ -181,7 +176,7 @@ def _moved(span: Span, by: int) -> Span:
 def chunks(
     copies: Mapping[str, Iterable[Copy]], sizes: Mapping[str, int], tensors: Sequence[Held]
 ) -> tuple[Chunk, ...]:
-    """The plan of one engine rank. Raises WeightSyncError where its parameters would not be written once.
+    """Return the plan of one engine rank. Raises WeightSyncError where its parameters would not be written once.
 
     Args:
         copies: by parameter, all that its loader did.
@@ -221,7 +216,7 @@ def _runs_of(copy: Copy) -> _Runs:
 
 
 def _joined(copy: Copy, source: _Runs | None) -> _Runs:
-    """Join from the trainer's memory to the parameter: each run of the copy, cut where the tensor's runs end."""
+    """Join trainer's memory and parameter: each run of the copy, cut where the tensor's runs end."""
     runs = _runs_of(copy)
     if source is None:
         raise WeightSyncError(f"{copy.tensor} is loaded by the engine and held by no rank of the trainer")
@@ -237,7 +232,7 @@ def _joined(copy: Copy, source: _Runs | None) -> _Runs:
 
 
 def _check_once(name: str, runs: _Runs, num_bytes: int, fills: list[_Runs]) -> None:
-    """Check whether the runs write each byte once, but for those that are only filled."""
+    """Raises WeightSyncError unless each byte is written once, or only filled."""
     order = np.argsort(runs.to)
     start, end = runs.to[order], (runs.to + runs.length)[order]
     if np.any(start[1:] < end[:-1]):
@@ -291,7 +286,6 @@ def _blocks(runs: _Runs) -> tuple[Block, ...]:
 
 
 def _cut(block: Block) -> Iterator[Block]:
-    """Cut in pieces of at most `PIECE_BYTES`."""
     span = block.span
     rows = max(1, PIECE_BYTES // span.length)
     for row in range(0, span.count, rows):

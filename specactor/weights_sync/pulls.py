@@ -1,8 +1,7 @@
 """How the engines of all hosts pull: which memory each host's read, what crosses between hosts, who digests what.
 
-Invariants: a host takes what its own ranks hold from them, and nothing crosses that none of its engines reads; what
-crosses does so once per host; whatever way bytes took, their digest is that of their owner; owners whose bytes go to
-one place in engines of different hosts have equal digests.
+Invariants: what crosses does so once per host, and no host takes what its own ranks hold, nor what none of its engines
+reads; a digest is that of the owner; owners whose bytes go to one place in several engines have equal digests.
 """
 
 from __future__ import annotations
@@ -23,17 +22,12 @@ Spans = tuple[Span, ...]
 
 
 class JobPlan:
-    """It says how all engines pull, as seen by one rank."""
+    """How all engines pull, as one rank sees it."""
 
     def __init__(
         self, collective: Collective, holdings: Sequence[Holding], hosts: Sequence[int], on_device: SharedCopy | None
     ) -> None:
-        """Raises WeightSyncError on all ranks where they do not hold all of the model.
-
-        Args:
-            holdings: by rank.
-            hosts, on_device: see `WeightSource`.
-        """
+        """Raises WeightSyncError on all ranks where they do not hold all of the model. `holdings` are by rank."""
         self._collective, self._hosts, self._on_device = collective, hosts, on_device
         self._owner = [rank for rank, each in enumerate(holdings) for _ in each.addresses]
         here, addresses = hosts[collective.rank], [address for each in holdings for address in each.addresses]
@@ -61,8 +55,8 @@ class JobPlan:
         self._memories = {first + i: open_address(_known(address), locked=False) for i, address in enumerate(own)}
 
     def learn(self, replies: Mapping[int, Sequence[PlanReply]]) -> str:
-        """Take what the engines of this rank planned. Return why this rank cannot take part; otherwise, if anything
-        crosses, `holding` is then that of the mirrors. Collective."""
+        """Take what the engines of this rank planned. Return why this rank cannot take part; else, if anything crosses,
+        `holding` is then that of the mirrors. Collective."""
         self.chunks = {engine: [reply.chunks for reply in ranks] for engine, ranks in replies.items()}
         mine = {
             (chunk.spans, _digest((number, len(ranks), chunk.place)), chunk.spans[0].memory in reply.on_gpu): None
@@ -99,12 +93,12 @@ class JobPlan:
         return problems[self._collective.rank]
 
     def bring(self) -> None:
-        """Bring to every host what its engines read of other hosts. Collective."""
+        """Bring to every host what its engines read of others. Collective."""
         if self._crossings:
             self._mirrors.fill(self._crossings, self._memories.__getitem__)
 
     def digests(self) -> tuple[int, ...]:
-        """Those of all chunks that any engine takes from this rank."""
+        """Return those of all chunks that any engine takes from this rank."""
         own = self._order[self._collective.rank]
         if self._on_device is not None:
             return self._on_device.digests(own)
@@ -112,7 +106,7 @@ class JobPlan:
         return tuple(digest_spans(memories, spans) for spans in own)
 
     def wanted(self, digests: Sequence[Sequence[int]]) -> dict[Spans, int]:
-        """Return the digests that engines are to have; of every rank, `digests` are what its method returned."""
+        """Return the digests that engines are to have, from those of every rank."""
         return {
             spans: digest
             for each, found in zip(self._order, digests, strict=True)
@@ -120,7 +114,7 @@ class JobPlan:
         }
 
     def apart(self, wanted: Mapping[Spans, int]) -> str:
-        """Return which parameters this rank's engines take from copies that differ between hosts; empty if none."""
+        """Return which parameters this rank's engines take from copies that differ, or ""."""
         others = {a: b for a, alike in self._alike.items() for b in alike if wanted[a] != wanted[b]}
         for chunk in (chunk for ranks in self.chunks.values() for part in ranks for chunk in part):
             if (other := others.get(chunk.spans)) is not None:
@@ -132,8 +126,8 @@ class JobPlan:
         return ""
 
     def difference(self, replies: Mapping[int, Sequence[PullReply]], wanted: Mapping[Spans, int]) -> str:
-        """Return which parameters of this rank's engines do not hold what the trainer has; empty if all do. `replies`
-        are by engine."""
+        """Return which parameters of this rank's engines do not hold what the trainer has, or ""; `replies` are by
+        engine."""
         for engine, ranks in replies.items():
             for rank, (reply, chunks) in enumerate(zip(ranks, self.chunks[engine], strict=True)):
                 if problem := _difference(chunks, reply.digests, wanted):
@@ -141,7 +135,6 @@ class JobPlan:
         return ""
 
     def close(self) -> None:
-        """Give the mirrors back."""
         self._mirrors.close()
 
 

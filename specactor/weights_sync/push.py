@@ -1,4 +1,4 @@
-"""One push of weights, on one rank of the trainer; see `sender` for what all ranks do together."""
+"""One push of weights, on one rank of the trainer; see `sender` for what all do together."""
 
 from __future__ import annotations
 
@@ -41,36 +41,31 @@ MOST_KEPT = 128  # mirrors that a host keeps until they are loaded: each is a fi
 
 
 class WeightSource(Protocol):
-    """It says where the tensors come from, on every rank: of a policy, `specactor.trainer.shards.RankShards` does."""
+    """Where the tensors come from, on every rank."""
 
     @property
     def hosts(self) -> Sequence[int]:
-        """Return that of each rank, from 0 on; engines can open memory of their own."""
+        """Return that of each rank, from 0 on."""
         ...
 
     @property
     def on_device(self) -> SharedCopy | None:
-        """What is held and lies on a GPU; None where it lies in the memory that engines read."""
+        """What is held and lies on a GPU; None on CPUs."""
         ...
 
     def rounds(self, capacity_bytes: int) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
-        """Per round, the (Hugging Face name, whole tensor) that this rank hands over.
-
-        Over all rounds and ranks these are all tensors of the model, once. May be collective; every round is walked to
-        its end.
-        """
+        """Per round, the (Hugging Face name, whole tensor) that this rank hands over: over all rounds and ranks all
+        tensors, once. May be collective; every round is walked to its end."""
         ...
 
     def held(self, capacity_bytes: int) -> Holding | None:
-        """Return what this rank hands over to its host and, where they have no equal, to others, as it lies in memory
-        that engines can read, current until the next change; None where there is none, or it would take more than
-        `capacity_bytes` besides. The same object while nothing moves."""
+        """Return what this rank hands over, as it lies in memory that engines can read, current until the next change;
+        None where there is none, or it takes more than `capacity_bytes` besides. The same object while nothing
+        moves."""
         ...
 
 
 class TargetEngine(Protocol):
-    """An engine that takes weights."""
-
     @property
     def index(self) -> int: ...
 
@@ -80,8 +75,6 @@ class TargetEngine(Protocol):
 
 
 class RoundState(msgspec.Struct, frozen=True, kw_only=True):
-    """This is what a rank tells the others after packing a round."""
-
     bucket: Bucket | None  # its bucket, if it packed anything
     takes: bool  # whether it has engines
     last: bool  # whether it has no more rounds
@@ -89,15 +82,13 @@ class RoundState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PullState(msgspec.Struct, frozen=True, kw_only=True):
-    """This is what a rank tells the others after a pull."""
-
     digests: tuple[int, ...]  # of its own chunks, in the order of the plan
     unplanned: bool  # whether one of its engines has no such plan
     problem: str
 
 
 class Push:
-    """One push on one rank. It remembers the first problem and goes on walking, as the other ranks do."""
+    """It remembers the first problem and goes on walking, as the other ranks do."""
 
     def __init__(
         self,
@@ -147,11 +138,7 @@ class Push:
         self._wait()
 
     def resend(self) -> None:
-        """Have the buckets loaded as they are, and check that they still were what they had been: in all that time
-        nothing else wrote them, so what was wrong while it was loaded is wrong afterwards.
-
-        A bucket is checked while the next one is loaded.
-        """
+        """Have the buckets loaded as they are, each checked while the next is loaded."""
         for side, buckets in enumerate(self._sent):
             self._submit(LOAD, Round(buckets=buckets, checked=True))
             if side > 0:
@@ -168,7 +155,8 @@ class Push:
                     self.problem = self.problem or f"{slot.name} changed while it was loaded"
 
     def plan(self, holding: Holding, on_device: SharedCopy | None) -> tuple[str, JobPlan | None]:
-        """Have the engines plan how to pull, and compare by that plan what they loaded; why there can be none."""
+        """Have the engines plan how to pull, and compare by that what they loaded; return why there is no plan, or
+        it."""
         holdings = self._collective.gather(holding, Holding)
         plan, refusal = None, ""
         try:
@@ -217,10 +205,8 @@ class Push:
         return True
 
     def commit(self) -> None:
-        """Finish on all engines; where a rank has met a problem before, end all engines instead.
-
-        An engine that fails in the commit itself ends those of its rank; the push then fails on all ranks.
-        """
+        """Finish on all engines; where a rank has met a problem, end them all. One that fails in the commit ends those
+        of its rank; the push then fails on all ranks."""
         failed = self._collective.any(bool(self.problem))
         if not failed:
             self._submit(COMMIT, Commit(version=self.version))
@@ -250,7 +236,7 @@ class Push:
         self._threads.shutdown(wait=True)
 
     def held(self, source: WeightSource) -> Holding | None:
-        """Return what the source holds; where its memory cannot be shared, a problem."""
+        """Return what the source holds; where its memory cannot be shared, note a problem."""
         try:
             return source.held(self._config.bucket_bytes)
         except (OSError, WeightSyncError) as error:
@@ -268,7 +254,7 @@ class Push:
         return None
 
     def _pack(self, side: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Bucket | None:
-        """Copy the round's tensors into one bucket; None when there are none. That bucket's last reader is done."""
+        """Copy the round's tensors into one bucket; None when there are none."""
         slots: list[Slot] = []
         used = 0
         for name, tensor in tensors:
@@ -291,7 +277,7 @@ class Push:
         return Bucket(version=self.version, address=address, slots=tuple(slots), of_gpu=of_gpu)
 
     def _room(self, side: int, num_bytes: int) -> torch.Tensor:
-        """The bucket's memory, grown where one tensor alone is larger than a bucket, or alignment needs it."""
+        """Return the bucket's memory, grown where one tensor is larger, or alignment needs it."""
         while len(self._buffers) <= side:
             self._buffers.append(SharedBuffer(max(num_bytes, self._config.bucket_bytes)))
         old = self._buffers[side]
@@ -302,7 +288,7 @@ class Push:
         return self._buffers[side].data
 
     def _exchange(self, call: str, bucket: Bucket | None, side: int, *, last: bool) -> bool:
-        """Tell all ranks what was packed, and have this rank's engines take it; whether all ranks are done."""
+        """Tell all ranks what was packed, and have this rank's engines take it; return whether all ranks are done."""
         own = RoundState(bucket=bucket, takes=bool(self._engines), last=last, problem=self.problem)
         states = self._collective.gather(own, RoundState)
         packed = {rank: state.bucket for rank, state in enumerate(states) if state.bucket is not None}
@@ -321,8 +307,8 @@ class Push:
         return all(state.last for state in states)
 
     def _mirrored(self, call: str, packed: dict[int, Bucket], takers: Sequence[int], side: int) -> list[Bucket]:
-        """Have buckets cross to the hosts that take them, unless what crossed to be checked was kept; return them as
-        engines of this one see them. Collective."""
+        """Have buckets cross to the hosts that take them, unless they were kept; return them as engines of this one see
+        them. Collective."""
         here, rank, number = self._hosts[self._collective.rank], self._collective.rank, len(self._sent)
         ends = {owner: max(slot.offset + slot.num_bytes for slot in bucket.slots) for owner, bucket in packed.items()}
         crossings = [
@@ -355,7 +341,7 @@ class Push:
         ]
 
     def _has_room(self, number: int, crossings: Sequence[Crossing]) -> bool:
-        """Return whether every host can keep a round until it is loaded; otherwise it crosses twice. Collective."""
+        """Return whether every host can keep a round until it is loaded. Collective."""
         while len(self._mirrors) <= number + 2:
             self._mirrors.append(Mirrors(self._collective, self._hosts))
         if self._keepable is None:

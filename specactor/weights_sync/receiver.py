@@ -1,12 +1,9 @@
-"""The engine's end of a weight sync: runs inside every engine rank, as rank calls.
+"""The engine's end of a weight sync: rank calls inside every engine rank.
 
-The first version is loaded by the model's own loader, which is watched; where that gives a plan, later versions are
-copied by it straight out of the trainer's memory.
-
-Invariants: nothing is loaded before its digest was compared with the source's (the sender compares again, after the
-load, what was not compared in the same call); what was loaded is read back from the parameters and compared bit for
-bit; what was copied by the plan is answered with its digest in the parameters; a version is committed only if every
-element of every parameter was written.
+Invariants: nothing is loaded before its digest was compared with the source's (what was not compared in the same call
+the sender compares again afterwards); what was loaded is read back and compared bit for bit; what was copied by the
+plan is answered with its digest in the parameters; a version is committed only if every element of every parameter was
+written.
 """
 
 from __future__ import annotations
@@ -41,8 +38,6 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.at
 
 
 class EngineRank(Protocol):
-    """This is what the receiver needs of the engine rank that it runs in."""
-
     model: torch.nn.Module
     tp_rank: int
 
@@ -54,7 +49,7 @@ class EngineRank(Protocol):
 
 
 class _WriteAudit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every write while a model loads weights, so that it can be compared with its source afterwards."""
+    """Notes every write while a model loads weights."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,7 +61,7 @@ class _WriteAudit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # nothing is compiled here, and the wrapper would double the cost of every operation
 
     def take(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
-        """(target, source) of every copy and the target of every fill since the last call."""
+        """Return (target, source) of every copy and the target of every fill since the last call."""
         copies, fills = self._copies, self._fills
         self._copies, self._fills = [], []
         return copies, fills
@@ -83,7 +78,7 @@ class _WriteAudit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Mismatch(Exception):  # noqa: N818
-    """This is what is wrong with the tensor at hand."""
+    """What is wrong with the tensor at hand."""
 
 
 class _Arrived(NamedTuple):
@@ -107,7 +102,7 @@ def _places(tensors: Iterable[tuple[str, torch.Tensor]]) -> _Places:
 
 
 def _place(places: _Places, part: torch.Tensor) -> tuple[str, int]:
-    """Name of the tensor that this is a part of, and its first byte in there; "" if it is of none."""
+    """Return the name of the tensor that this is a part of, or "", and its first byte in there."""
     found = bisect.bisect(places, (part.data_ptr(), 2**63, "")) - 1
     offset = part.data_ptr() - places[found][0]
     return (places[found][2], offset) if found >= 0 and offset < max(1, places[found][1]) else ("", 0)
@@ -115,7 +110,7 @@ def _place(places: _Places, part: torch.Tensor) -> tuple[str, int]:
 
 @dataclass
 class _Watched:
-    """This is what the loader of a version did to the parameters, for the plan of the next."""
+    """What the loader of a version did to the parameters, for the plan of the next."""
 
     parameters: _Places
     sources: _Places = field(default_factory=list)  # what is being loaded
@@ -171,7 +166,6 @@ class Receiver:
         self._views.clear()
 
     def check(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer a `Round`: do its bytes have the digests that they had at their source?"""
         try:
             for bucket in msgspec.msgpack.decode(payload, type=Round).buckets:
                 for arrived in self._arrived(rank, bucket):
@@ -181,7 +175,7 @@ class Receiver:
         return msgspec.msgpack.encode(CheckReply())
 
     def load(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer a `Round`: check each tensor unless that was done, load it, read it back."""
+        """Check each tensor unless that was done, load it, read it back."""
         message = msgspec.msgpack.decode(payload, type=Round)
         for bucket in message.buckets:
             if self._open_version != bucket.version:
@@ -201,7 +195,7 @@ class Receiver:
         return msgspec.msgpack.encode(CheckReply())
 
     def plan(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer all ranks' `Holding`, after a whole version was loaded: how to copy the next one."""
+        """Learn, after a whole version was loaded, how to copy the next one."""
         message = msgspec.msgpack.decode(payload, type=Holding)
         self.close()  # what was loaded out of buckets is loaded
         opened = read_only if next(rank.model.parameters()).device.type == "cpu" else open_address
@@ -226,7 +220,7 @@ class Receiver:
         return msgspec.msgpack.encode(reply)
 
     def _planned(self, model: torch.nn.Module, everything: Holding) -> _Plan:
-        """Join what was watched with what the trainer holds. Of that, what lies on this rank's GPU is opened."""
+        """Join what was watched with what the trainer holds, and open what of that lies on this rank's GPU."""
         watched = self._watched
         if watched.parameters != _places(model.named_parameters()):
             raise WeightSyncError("the engine's parameters moved while they were loaded")
@@ -243,7 +237,7 @@ class Receiver:
     def _opened_on_gpu(
         self, everything: Holding, device: torch.device
     ) -> tuple[dict[int, OpenedMemory], Sequence[Held], str]:
-        """Return the memories on this rank's own GPU, what had better be taken from them, and why there are none."""
+        """Return the memories on this rank's GPU, what is better taken from them, and why there are none."""
         memories = {i: each.gpu for i, each in enumerate(everything.addresses) if each is not None and each.gpu}
         if not memories:
             return {}, (), ""
@@ -255,7 +249,6 @@ class Receiver:
             return {}, (), str(error)
 
     def pull(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer a `Pull`: what the parameters hold after all were copied by the plan."""
         message = msgspec.msgpack.decode(payload, type=Pull)
         if self._plan is None or self._plan.key != message.key:
             return msgspec.msgpack.encode(PullReply(unplanned=True))
@@ -285,7 +278,7 @@ class Receiver:
         self._plan = None
 
     def commit(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer a `Commit`: is the whole model at this version? Drops the caches of the old one."""
+        """Return whether the whole model is at this version; the old one's caches are dropped."""
         commit = msgspec.msgpack.decode(payload, type=Commit)
         if self._open_version != commit.version:
             return msgspec.msgpack.encode(CheckReply(problem=f"version {commit.version} was never loaded"))
@@ -306,7 +299,7 @@ class Receiver:
         self._watched = _Watched(_places(rank.model.named_parameters()))
 
     def _arrived(self, rank: EngineRank, bucket: Bucket) -> list[_Arrived]:
-        """The bucket's tensors, without a copy, or on the rank's GPU."""
+        """Return the bucket's tensors, without a copy, or on the rank's GPU."""
         data = self._open(bucket.address)
         if bucket.of_gpu:
             data = data.to(next(rank.model.parameters()).device)
@@ -322,8 +315,7 @@ class Receiver:
         return arrived
 
     def _fed(self, tensors: list[_Arrived], audit: _WriteAudit, *, check: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hand them to the model's loader, each checked just before and read back just after: both find the bytes in
-        the processor's cache. Creates no tensors, which would cost as much as the copying."""
+        """Hand them to the model's loader, each checked just before and read back just after."""
         for arrived in tensors:
             if check:
                 _check(arrived)
@@ -361,8 +353,7 @@ class Receiver:
 
 
 def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Return whether a copy holds its source, which may be of another device, type or shape: it is brought to the
-    target's."""
+    """Return whether a copy holds its source, brought to the target's device, type and shape."""
     if source.device != target.device or source.dtype != target.dtype or source.shape != target.shape:
         source = source.to(target.device, target.dtype).expand_as(target)
     if target.device.type == "cpu" and target.is_contiguous() and source.is_contiguous():
@@ -372,7 +363,7 @@ def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _flat(model: torch.nn.Module, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-    """The bytes of every parameter. Raises WeightSyncError where they are not those of the plan."""
+    """Return the bytes of every parameter. Raises WeightSyncError where they do not lie as the plan has them."""
     found = {}
     for name, parameter in model.named_parameters():
         if not parameter.is_contiguous() or parameter.numel() * parameter.element_size() != sizes.get(name):
