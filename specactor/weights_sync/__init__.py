@@ -1,2 +1,1 @@
-"""New weights from the trainer's shards to every engine rank: engines pull them by a plan, or are sent them through
-buckets of shared memory."""
+"""New weights from the trainer's shards to every engine rank, by a plan or through buckets."""

@@ -1,11 +1,8 @@
 """Which trainer rank hands over which parameter in which round, and where it lies in a bucket. PURE: byte counts in.
 
-A parameter's copies (data, context) are cut into shards (tensor). One rank, its carrier, gathers them; carriers take
-turns.
-
-Invariants: every parameter is in one round and has one carrier; ranks that gather together walk the same parameters in
-the same order; what one rank carries in a round fits its bucket, unless one parameter does not. Slots do not overlap,
-keep the tensors' order, and start at multiples of `ALIGNMENT`.
+Invariants: every parameter is in one round and has one carrier, which gathers its shards; carriers take turns; ranks
+that gather together walk the same parameters in the same order; what one rank carries in a round fits its bucket,
+unless one parameter does not. Slots do not overlap, keep the tensors' order, and start at multiples of `ALIGNMENT`.
 """
 
 from __future__ import annotations
@@ -22,8 +19,6 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32":
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor in a bucket."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -53,12 +48,12 @@ class Spread:
     shards: int
 
     def carrier(self, index: int) -> tuple[int, int]:
-        """Return the (copy, shard) coordinates of the rank that hands over the parameter at `index`."""
+        """Return the (copy, shard) that hands over the parameter at `index`."""
         return index % self.copies, index // self.copies % self.shards
 
 
 def rounds(parts: Sequence[Part], *, dense: Spread, expert: Spread, capacity_bytes: int) -> list[list[int]]:
-    """Return the indices of each round's parameters, equal on all ranks of a pipeline stage."""
+    """Return the parameters of each round, equal on all ranks of a pipeline stage."""
     plan: list[list[int]] = []
     load: dict[tuple[bool, tuple[int, int]], int] = {}
     for index, part in enumerate(parts):

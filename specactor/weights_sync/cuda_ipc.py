@@ -1,7 +1,7 @@
 """Memory of a GPU that another process on the same GPU reads.
 
-CUDA's handle is of a whole allocation, of which PyTorch's tensors are parts. A process opens it once, and keeps it
-until no plan needs it. GPUs are named by UUID: numbers differ between processes.
+CUDA's handle is of an allocation, of which PyTorch's tensors are parts. A process opens it once, and keeps it until no
+plan needs it. GPUs are named by UUID.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specactor.parallel.devices import gpu_uuid
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor of a memory: its first byte there, and in one of the GPU's allocations."""
+    """A tensor's first byte in a memory, and in an allocation."""
 
     at: int
     num_bytes: int
@@ -42,7 +42,7 @@ class _Handle(ctypes.Structure):
 
 
 class Cuda:
-    """CUDA's calls; each raises WeightSyncError where CUDA refuses."""
+    """Its calls raise WeightSyncError."""
 
     def __init__(self, runtime: ctypes.CDLL, driver: ctypes.CDLL) -> None:
         """Args: libcudart, as PyTorch has loaded it, and libcuda."""
@@ -51,7 +51,7 @@ class Cuda:
         runtime.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(ctypes.c_void_p), _Handle, ctypes.c_uint)
 
     def allocation(self, pointer: int) -> tuple[int, int]:
-        """Return (first byte, bytes) of the allocation that a pointer points into."""
+        """Return (first byte, bytes) of what a pointer points into."""
         base, size = ctypes.c_void_p(), ctypes.c_size_t()
         code = self._driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_void_p(pointer))
         if code or base.value is None:
@@ -59,13 +59,13 @@ class Cuda:
         return base.value, size.value
 
     def handle(self, base: int) -> bytes:
-        """Return the handle of the allocation that begins there, the same while it lives."""
+        """It is the same while the allocation lives."""
         handle = _Handle()
         self._do("cudaIpcGetMemHandle", EXPANDABLE, ctypes.byref(handle), ctypes.c_void_p(base))
         return bytes(handle)
 
     def open(self, handle: bytes, device: int) -> int:
-        """Map another process's allocation; `device` is its GPU's number here."""
+        """Map another process's allocation."""
         pointer = ctypes.c_void_p()
         with self._current(device):
             opened = ctypes.byref(pointer), _Handle.from_buffer_copy(handle), PEER_ACCESS
@@ -78,7 +78,7 @@ class Cuda:
 
     @staticmethod
     def tensor(pointer: int, num_bytes: int, device: int) -> Tensor:
-        """Return memory of a GPU as uint8 [num_bytes], without a copy."""
+        """Return uint8 [num_bytes], without a copy."""
         return torch.as_tensor(_Memory(pointer, num_bytes), device=f"cuda:{device}")
 
     @contextmanager
@@ -121,7 +121,7 @@ def cuda() -> Cuda:
 
 
 def exported(tensors: Sequence[Tensor], starts: Sequence[int]) -> GpuMemory:
-    """Let processes on the same GPU read tensors, whose first bytes in the memory are `starts`. Raises OSError or
+    """Let processes on the same GPU read tensors, which begin at `starts` in the memory. Raises OSError or
     WeightSyncError."""
     library, numbers, parts = cuda(), dict[int, int](), []
     for tensor, at in zip(tensors, starts, strict=False):
@@ -142,21 +142,20 @@ class OpenedMemory:
         self._starts = [part.at for part in parts]
 
     def find(self, at: int) -> tuple[Tensor, int]:
-        """Return (allocation, byte of it) of the memory's byte `at`."""
+        """Return (allocation, byte of it)."""
         part = self._parts[bisect(self._starts, at) - 1]
         return self._allocations[part.allocation], part.offset + at - part.at
 
 
 class Allocations:
-    """Those of other processes that this one has open."""
+    """Those of other processes that are open here."""
 
     def __init__(self) -> None:
         self._opened: dict[bytes, tuple[int, int]] = {}  # by handle: pointer, number of the GPU
         self._closed = weakref.finalize(self, _close, self._opened, [])
 
     def open(self, memories: Mapping[int, GpuMemory], device: int) -> dict[int, OpenedMemory]:
-        """Return the memories by number, and close what none of them needs. Raises OSError or WeightSyncError; then
-        nothing is open."""
+        """Open what memories need, and close the rest. Raises OSError or WeightSyncError; then nothing is open."""
         try:
             _close(self._opened, [handle for memory in memories.values() for handle in memory.handles])
             return {number: self._memory(memory, device) for number, memory in memories.items()}

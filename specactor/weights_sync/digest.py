@@ -1,6 +1,6 @@
 """Digests of tensors: a flipped bit anywhere changes them.
 
-The last functions are rank calls for tests and benchmarks, by path: ``specactor.weights_sync.digest:digests``.
+The last functions are rank calls by path: ``specactor.weights_sync.digest:digests``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PIECE_BYTES = 256 * 2**10  # fits a core's second-level cache
 
 
 def digest_on(device: torch.device, data: torch.Tensor) -> int:
-    """Return the `digest` that bytes of the host would have on that device."""
+    """Return the `digest` that bytes would have on that device."""
     return digest(data) if device.type == "cpu" else digest_of(data.to(device))
 
 
@@ -42,7 +42,7 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def copy_with_digest(target: torch.Tensor, source: torch.Tensor) -> int:
-    """Copy bytes, uint8 [N] both, and return the source's `digest`."""
+    """Copy bytes, uint8 [N], and return their `digest`."""
     if source.device.type != "cpu":
         target.copy_(source)
         return digest_of(source)
@@ -56,7 +56,7 @@ def copy_with_digest(target: torch.Tensor, source: torch.Tensor) -> int:
 
 
 def digest_of(raw: memoryview | torch.Tensor) -> int:
-    """Return the digest of bytes: a memoryview of the host, or a GPU's contiguous uint8 tensor."""
+    """Args: raw: a memoryview of the host, or a GPU's contiguous uint8 tensor."""
     return int(xxhash.xxh3_64_intdigest(raw)) if isinstance(raw, memoryview) else _device_digest(raw)
 
 
@@ -65,7 +65,6 @@ def _device_digest(flat: torch.Tensor) -> int:
 
 
 def device_total(flat: torch.Tensor) -> torch.Tensor:
-    """Return the digest of a GPU tensor, there."""
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     piece = 8 * 2**20
     for start in range(0, flat.numel(), piece):
@@ -76,7 +75,7 @@ def device_total(flat: torch.Tensor) -> torch.Tensor:
 
 
 def read_totals(totals: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return digests that lie on a GPU, in one wait for it."""
+    """Return digests that lie on a GPU, in one wait."""
     return tuple(total & (2**64 - 1) for total in torch.stack(list(totals)).tolist()) if totals else ()
 
 
@@ -84,7 +83,6 @@ Memory = npt.NDArray[np.uint8]
 
 
 def digest_spans(memories: Mapping[int, Memory], spans: Iterable[Span]) -> int:
-    """Return the `digest` of the spans' bytes, one after the other."""
     state = xxhash.xxh3_64()
     for span in spans:
         state.update(_dense(_grid(memories[span.memory], span.at, span.step, span)))
@@ -92,7 +90,7 @@ def digest_spans(memories: Mapping[int, Memory], spans: Iterable[Span]) -> int:
 
 
 def copy_and_digest(parameters: Iterable[Memory], blocks: Iterable[Block], copy_from: Sequence[Memory] | None) -> int:
-    """Return the `digest` of the blocks' bytes where they go to; with `copy_from`, they are copied from there first."""
+    """Return the `digest` of where bytes go to; with `copy_from`, they are copied first."""
     state = xxhash.xxh3_64()
     for parameter, block in zip(parameters, blocks, strict=True):
         target = _grid(parameter, block.to, block.step, block.span)
@@ -103,7 +101,7 @@ def copy_and_digest(parameters: Iterable[Memory], blocks: Iterable[Block], copy_
 
 
 def _grid(memory: Memory, at: int, step: int, span: Span) -> Memory:
-    """Return runs as rows, without a copy; [length] of one run."""
+    """Return runs as rows, or one as [length], without a copy."""
     if span.count == 1:
         return np.ndarray((span.length,), np.uint8, memory.data, at)
     return np.ndarray((span.count, span.length), np.uint8, memory.data, at, (step, 1))
@@ -114,13 +112,13 @@ def _dense(grid: Memory) -> memoryview:
 
 
 def digests(rank: EngineRank, payload: bytes) -> bytes:
-    """Return SHA-256 of every parameter's bytes, by SGLang's name, as JSON."""
+    """Return SHA-256 of every parameter, by SGLang's name, as JSON."""
     return msgspec.json.encode({name: _sha256(tensor) for name, tensor in rank.model.named_parameters()})
 
 
 def digests_of_folder(rank: EngineRank, payload: bytes) -> bytes:
-    """Return digests of what SGLang's own loader makes of a Hugging Face folder (path: `payload`); NaN is what it
-    leaves out. The rank holds that afterwards: flush its KV cache."""
+    """Return digests after SGLang's own load of a Hugging Face folder (`payload`), which the rank then holds; NaN is
+    what it leaves out."""
     rank.begin_weight_update()
     with torch.no_grad():
         for parameter in rank.model.parameters():
@@ -131,8 +129,7 @@ def digests_of_folder(rank: EngineRank, payload: bytes) -> bytes:
 
 
 def seconds_to_load(rank: EngineRank, payload: bytes) -> bytes:
-    """Return (from memory, from files) seconds of SGLang's own load of a Hugging Face folder, as JSON. The rank holds
-    it afterwards."""
+    """Return (from memory, from files) seconds of SGLang's own load of a folder, which the rank then holds."""
     folder = Path(payload.decode())
     tensors = [(name, tensor.clone()) for name, tensor in _tensors(folder)]
     seconds = []

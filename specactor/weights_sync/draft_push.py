@@ -1,9 +1,9 @@
 """A push of the draft model, which every rank has whole, to the engines and drafter processes of its host.
 
 Invariants: an engine loads nothing before all its ranks have compared all digests; the model then has all of the new
-weights, read back and compared bit for bit, or all of the old ones; no parameter of another model is touched. An engine
-that refuses goes on, and is asked again in the next push. If one of several ranks fails while it loads, the engine
-drafts with two versions until then, which costs speed.
+weights, read back bit for bit, or all of the old; no other model is touched. An engine that refuses goes on, and is
+asked again. If one of several ranks fails while it loads, the engine drafts with two versions until then, which costs
+speed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specactor.weights_sync.receiver import Receiver
 
 @dataclass
 class _Rank:
-    """The draft model, as a receiver sees an engine rank."""
+    """The draft model, for a receiver."""
 
     model: torch.nn.Module
     tp_rank: int = 0
@@ -49,7 +49,7 @@ def check(weights: DraftWeights) -> str:
 
 @torch.no_grad()
 def load(model: torch.nn.Module, weights: DraftWeights) -> str:
-    """Check again, and load. Returns what is wrong; then the model has its old weights."""
+    """Return what is wrong; then the model has its old weights."""
     if problem := check(weights):
         return problem
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -74,15 +74,13 @@ LOAD = "specactor.rollout.sglang.model_drafter:load_weights"
 
 
 class DraftSender:
-    """It keeps its memory between pushes."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         """Args: of the weights that draft."""
         self._dtype = dtype
         self._buffer: SharedBuffer | None = None
 
     def pack(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> DraftWeights:
-        """Copy the weights, under Hugging Face names. What was packed before is gone."""
+        """Copy the weights, under Hugging Face names, over those before."""
         tensors = [(name, tensor.detach().to("cpu", self._dtype).contiguous()) for name, tensor in weights]
         slots: list[Slot] = []
         end = 0
@@ -115,7 +113,7 @@ def num_bytes(weights: DraftWeights) -> int:
 
 
 def push_to_engine(engine: TargetEngine, weights: DraftWeights, *, timeout_s: float) -> str:
-    """Return why the engine did not take the weights, or "". It may be generating."""
+    """Return why the engine, which may be generating, did not take the weights, or ""."""
     payload = msgspec.msgpack.encode(weights)
     try:
         for call in (CHECK, LOAD):

@@ -1,10 +1,8 @@
-"""Memory that the trainer writes and an engine rank on the same host reads.
+"""Memory that the trainer writes and engine ranks on the same host read: an anonymous memory file, opened through /proc
+and gone with the last process that holds it.
 
-It is an anonymous memory file, opened through /proc: it is gone when the last process that holds it is. Who has a GPU
-locks the pages for it, so no number of a device travels. Nothing is unpickled.
-
-What lies on GPUs is copied there (`SharedCopy`) for engine ranks of other GPUs; those of the same read it in place
-(`cuda_ipc`). Each side digests what lies on its own GPU.
+Who has a GPU locks the pages for it, so no number of a device travels; nothing is unpickled. What lies on GPUs is
+copied there for engine ranks of others (`SharedCopy`); each side digests what lies on its own.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ from specactor.weights_sync.plan import Chunk, Span
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """A memory file of a living process of the same user."""
-
     pid: int
     fd: int
     inode: int  # tells a new file apart from an old one with the same descriptor
@@ -53,7 +49,6 @@ class SharedBuffer:
             self.lock()
 
     def lock(self) -> None:
-        """Register the pages with CUDA, once."""
         if not self._locked:
             register(self.data)
         self._locked = True
@@ -71,8 +66,7 @@ class SharedBuffer:
 
 
 def open_address(address: Address, *, locked: bool = True) -> torch.Tensor:
-    """Return the sender's bytes, uint8 [num_bytes], without a copy; `unregister` them if `locked`. Raises OSError when
-    the sender is gone."""
+    """Return its bytes, uint8 [num_bytes]; `unregister` them if `locked`. Raises OSError when the sender is gone."""
     populate = mmap.MAP_POPULATE if locked else 0
     data = torch.frombuffer(_mapped(address, mmap.PROT_READ | mmap.PROT_WRITE, populate), dtype=torch.uint8)
     if locked:
@@ -81,7 +75,7 @@ def open_address(address: Address, *, locked: bool = True) -> torch.Tensor:
 
 
 def read_only(address: Address) -> npt.NDArray[np.uint8]:
-    """Return its bytes, not to be written. Pages that nobody wrote stay unmade."""
+    """Pages that nobody wrote stay unmade."""
     return np.frombuffer(_mapped(address, mmap.PROT_READ, 0), dtype=np.uint8)
 
 
@@ -96,7 +90,7 @@ def _mapped(address: Address, protection: int, populate: int) -> mmap.mmap:
 
 
 def register(data: torch.Tensor) -> None:
-    """Lock the pages for this process's GPU, if it has one, which copies from others at half the speed or less."""
+    """Lock the pages for this process's GPU, which copies from others at half the speed or less."""
     if torch.cuda.is_available():
         failed = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)  # type: ignore[no-untyped-call]
         if int(failed):
@@ -112,15 +106,15 @@ def unregister(data: torch.Tensor) -> None:
 
 
 def room_bytes(local_ranks: int) -> int:
-    """Return how much host memory one of so many ranks may take: together half of what is free."""
+    """Return what one of so many ranks may take: together half of what is free."""
     return int(psutil.virtual_memory().available) // (2 * local_ranks)
 
 
 class SharedCopy:
-    """Tensors one after the other in shared memory; those of a GPU are copied only if someone reads them there."""
+    """Tensors one after the other; a GPU's are copied only if someone reads them here."""
 
     def __init__(self, tensors: Sequence[Tensor], gpu_only: Sequence[Tensor] = ()) -> None:
-        """Args: gpu_only: those that follow `tensors`, but are never copied."""
+        """Args: gpu_only: never copied."""
         self._tensors = [*tensors, *gpu_only]
         self._on_gpu = any(tensor.device.type != "cpu" for tensor in self._tensors)
         self._copied: Sequence[int] = range(0) if self._on_gpu else range(len(tensors))
@@ -132,11 +126,11 @@ class SharedCopy:
         return msgspec.structs.replace(self.buffer.address(), gpu=self.gpu)
 
     def moved(self) -> bool:
-        """Return whether a tensor lies elsewhere on the GPU, or its allocation was made anew."""
+        """Return whether a tensor or its allocation on the GPU is another."""
         return self._exported()[0] != self.gpu
 
     def _exported(self) -> tuple[GpuMemory | None, str]:
-        """Return where the tensors lie on a GPU, or why no other process can read them there."""
+        """Return where the tensors lie on a GPU, or why none can read them there."""
         if not self._on_gpu:
             return None, ""
         try:
@@ -145,11 +139,11 @@ class SharedCopy:
             return None, str(error)
 
     def read_by(self, spans: Iterable[Span]) -> None:
-        """Copy a GPU's tensors from now on that these are of."""
+        """Copy those of a GPU from now on that spans are of."""
         self._copied = sorted({self._number(span) for span in spans})
 
     def refresh(self) -> None:
-        """Copy the tensors as they are now; others may read them afterwards."""
+        """Copy the tensors as they are now, and wait."""
         if self._copied:
             self.buffer.lock()
         for number in self._copied:
@@ -159,7 +153,7 @@ class SharedCopy:
             torch.cuda.synchronize(device)
 
     def digests(self, chunks: Iterable[Sequence[Span]]) -> tuple[int, ...]:
-        """Return each chunk's digest, on the device that it is copied from."""
+        """Return each chunk's digest, on its device."""
         return read_totals([device_total(_joined(map(self._source, spans))) for spans in chunks])
 
     def _source(self, span: Span) -> Tensor:
@@ -173,8 +167,8 @@ class SharedCopy:
 def pull_on_device(
     parameters: Mapping[str, Tensor], chunks: Iterable[Chunk], copy_from: Sequence[Tensor | OpenedMemory] | None
 ) -> tuple[int, ...]:
-    """Return each chunk's digest where its bytes go to; with `copy_from`, they are copied from those memories first.
-    Waits for the device once. `parameters` are bytes."""
+    """Return each chunk's digest where bytes go to; with `copy_from`, they are copied first. Waits for the device
+    once."""
     totals = []
     for chunk in chunks:
         targets = []
@@ -193,7 +187,6 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _grid(raw: Tensor, at: int, step: int, span: Span) -> Tensor:
-    """Runs as rows, without a copy."""
     return raw.as_strided((span.count, span.length), (step or span.length, 1), raw.storage_offset() + at)
 
 

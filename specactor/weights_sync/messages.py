@@ -1,4 +1,4 @@
-"""What the sender asks of every engine rank: payloads of rank calls, which a method of `Receiver` answers."""
+"""What the sender asks of every engine rank: payloads and answers of `Receiver`'s methods."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank of the trainer, or all for one host, hand over out of memory that others can read."""
+    """What one trainer rank, or all for one host, have in memory that others can read."""
 
     addresses: tuple[Address | None, ...]
     """None: of a memory that nothing on this host is taken from."""
@@ -58,8 +58,7 @@ class Pull(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """All weights of a draft model. Its fields differ from those of the policy's messages, so neither is taken for the
-    other."""
+    """Its fields differ from those of the policy's messages, so neither is taken for the other."""
 
     draft_version: int
     address: Address
@@ -70,14 +69,10 @@ class DraftWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckReply(msgspec.Struct, frozen=True, kw_only=True):
-    """An empty `problem` means that all is well."""
-
     problem: str = ""
 
 
 class PlanReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of one engine rank, or why there is none."""
-
     chunks: tuple[Chunk, ...] = ()
     refusal: str = ""
     on_gpu: tuple[int, ...] = ()  # memories that it reads on its own GPU
@@ -85,7 +80,7 @@ class PlanReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PullReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One digest per chunk of the plan, of what the parameters hold."""
+    """One digest per chunk, of what the parameters hold."""
 
     digests: tuple[int, ...] = ()
     problem: str = ""

@@ -1,10 +1,7 @@
-"""Memory of other hosts' ranks, at the same places in memory of this host.
+"""Memory of other hosts' ranks, at the same places here: plans and digests speak of the owner's alone.
 
-What a host needs crosses once, from its owner to one rank of the host, the taker. Plans and digests speak of the
-owner's memory alone, so a byte that changed on the way is found.
-
-Invariants: every rank derives the same crossings; between two ranks bytes go in the order of the crossings; a mirror
-ends with the last byte that crosses, and where none does there is none.
+Invariants: every rank derives the same crossings; between two ranks bytes go in their order; a mirror ends with the
+last byte that crosses, and where none does there is none.
 """
 
 from __future__ import annotations
@@ -23,8 +20,6 @@ from specactor.weights_sync.plan import Span, covered
 
 
 class Crossing(NamedTuple):
-    """Bytes `start` to `end` of a memory."""
-
     memory: int
     owner: int
     taker: int
@@ -33,13 +28,12 @@ class Crossing(NamedTuple):
 
 
 def taker(hosts: Sequence[int], owner: int, host: int) -> int:
-    """Return the rank of a host that takes what that owner gives; for the owners of one host they take turns."""
+    """Return the rank of a host that takes what an owner gives; they take turns."""
     there, peers = (where(hosts, of) for of in (host, hosts[owner]))
     return there[peers.index(owner) % len(there)]
 
 
 def where(hosts: Sequence[int], host: int) -> list[int]:
-    """Return the ranks of a host."""
     return [rank for rank, of in enumerate(hosts) if of == host]
 
 
@@ -69,11 +63,8 @@ class Mirrors:
         self.addresses: dict[int, Address] = {}  # of all mirrors on this host
 
     def make(self, crossings: Sequence[Crossing], *, most_bytes: float = math.inf) -> list[str]:
-        """Have room for all crossings; return why a rank has none, by rank, or "". Collective.
-
-        Args:
-            most_bytes: that this rank may take: memory that is not there is only missed when it is written.
-        """
+        """Have room for all crossings, at most `most_bytes` on this rank: what is not there is missed only when
+        written. Return why a rank has none, by rank. Collective."""
         self.addresses, problem, lacking = {}, "", self.lacking(crossings)
         try:
             if (needed := sum(lacking.values())) > most_bytes:
@@ -91,7 +82,7 @@ class Mirrors:
         return [problem for _, problem in everyone]
 
     def lacking(self, crossings: Sequence[Crossing]) -> dict[int, int]:
-        """Return the bytes of each memory that this rank must mirror and has no room for."""
+        """Return the bytes of each memory that this rank has no room for."""
         ends = {c.memory: c.end for c in sorted(crossings) if c.taker == self._collective.rank}  # the last of each
         return {
             memory: end
@@ -100,11 +91,10 @@ class Mirrors:
         }
 
     def data(self, memory: int) -> torch.Tensor:
-        """Return this rank's mirror of a memory; [N] bytes."""
         return self._buffers[memory].data
 
     def fill(self, crossings: Sequence[Crossing], own: Callable[[int], torch.Tensor]) -> None:
-        """Have all crossings happen; `own` returns the bytes of a memory of this rank. Collective."""
+        """Have all crossings happen; `own` returns a memory of this rank. Collective."""
         rank = self._collective.rank
         self._collective.pass_bytes(
             [(own(c.memory)[c.start : c.end], c.taker) for c in crossings if c.owner == rank],

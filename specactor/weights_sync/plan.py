@@ -1,12 +1,10 @@
 """Which bytes of the trainer's memory go where in an engine rank's parameters. PURE: offsets in, offsets out.
 
-The trainer notes of which bytes each Hugging Face tensor is made (`Held`), the engine rank what its loader copied from
-each tensor to where (`Copy`); `chunks` joins the two.
+`chunks` joins what the trainer notes of each Hugging Face tensor (`Held`) with what the engine's loader did (`Copy`).
 
 Invariants: a host takes every byte of every tensor from one rank, an engine rank from the one on its GPU if that has
-it; every byte of every parameter is written once, or only ever filled, or the plan is refused. The bytes of a chunk
-belong to one memory and one tensor; engines of equal layouts cut their parameters into equal chunks, wherever they take
-them from.
+it; every byte of every parameter is written once, or only filled, or the plan is refused. A chunk is of one memory and
+one tensor; engines of equal layouts have equal chunks, wherever they take them from.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`count` runs of `length` bytes, `step` bytes apart, from byte `at` of a memory on."""
+    """`count` runs of `length` bytes, `step` bytes apart, from `at` on."""
 
     memory: int
     at: int
@@ -39,7 +37,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A span, and where its runs go: `step` bytes apart from byte `to` on."""
+    """A span, and where its runs go."""
 
     span: Span
     to: int
@@ -47,7 +45,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
-    """A Hugging Face tensor, or the part of it that one rank hands over."""
+    """A Hugging Face tensor, or one rank's part of it."""
 
     name: str
     num_bytes: int  # of the whole tensor
@@ -55,7 +53,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """What has one digest: bytes of one memory, in this order."""
+    """What has one digest: bytes in this order."""
 
     parameters: tuple[str, ...]  # of the engine rank: where each block goes
     blocks: tuple[Block, ...]
@@ -70,7 +68,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Copy(NamedTuple):
-    """What a loader did: a grid of elements copied from a tensor to a parameter, or filled."""
+    """What a loader did: a grid copied, or filled."""
 
     tensor: str  # empty for a fill
     at: int  # first byte in the tensor
@@ -107,11 +105,11 @@ def held(index: Ints, own: range, *, memory: int, at: int, item_bytes: int) -> t
 
 
 def merged(parts: Sequence[tuple[int, Sequence[Held]]], hosts: Sequence[int], here: int) -> tuple[Held, ...]:
-    """Return all tensors, whole, for one host. Of equal parts a host takes its own, else one of a rank that has given
-    the fewest bytes. Raises WeightSyncError, for every host alike, where a tensor would not be whole.
+    """Return all tensors, whole, for one host: of equal parts its own, else one of a rank that has given the fewest
+    bytes. Raises WeightSyncError, for every host alike, where one is not whole.
 
     Args:
-        parts: per rank, how many memories it has, and what it holds in them. They are numbered on over the ranks.
+        parts: per rank, how many memories it has, numbered on over the ranks, and what it holds.
         hosts: of each rank, from 0 on.
     """
     first = [0, *accumulate(num_memories for num_memories, _ in parts)]
@@ -133,8 +131,8 @@ def merged(parts: Sequence[tuple[int, Sequence[Held]]], hosts: Sequence[int], he
 
 
 def nearer(tensors: Iterable[Held], own: Iterable[Held], first: int) -> tuple[Held, ...]:
-    """Return those of a host's tensors of which a rank has equal parts (`own`, in memories from `first` on), with these
-    in place of others'."""
+    """Return the tensors of which a rank has equal parts (`own`, in memories from `first` on), with these in place of
+    others'."""
     parts = {tensor.name: {_place(block): block for block in tensor.blocks} for tensor in own}
     found = []
     for tensor in tensors:
@@ -160,7 +158,7 @@ def _giver(equal: Mapping[int, Held], hosts: Sequence[int], host: int, given: di
 
 
 def covered(spans: Iterable[Span]) -> list[tuple[int, int]]:
-    """Return (first byte, end) of what spans of one memory cover, in order, as few as there can be."""
+    """Return (first byte, end) of what spans of one memory cover, as few as there can be."""
     runs = _expanded([Block(span, 0, 0) for span in spans])
     order = np.argsort(runs.at)
     start, end = runs.at[order], np.maximum.accumulate((runs.at + runs.length)[order])
@@ -180,7 +178,6 @@ def chunks(
 
     Args:
         copies: by parameter, all that its loader did.
-        sizes: bytes of all parameters.
         tensors: whole.
     """
     sources = {tensor.name: _expanded(tensor.blocks) for tensor in tensors}
@@ -216,7 +213,7 @@ def _runs_of(copy: Copy) -> _Runs:
 
 
 def _joined(copy: Copy, source: _Runs | None) -> _Runs:
-    """Join trainer's memory and parameter: each run of the copy, cut where the tensor's runs end."""
+    """Cut each run of the copy where the tensor's runs end."""
     runs = _runs_of(copy)
     if source is None:
         raise WeightSyncError(f"{copy.tensor} is loaded by the engine and held by no rank of the trainer")
@@ -255,7 +252,7 @@ def _expanded(blocks: Sequence[Block]) -> _Runs:
 
 
 def _blocks(runs: _Runs) -> tuple[Block, ...]:
-    """Return as few blocks as evenly spaced runs allow, sorted by memory and then by where they go."""
+    """Return as few as evenly spaced runs allow, sorted by memory and target."""
     if not len(runs.to):
         return ()
     runs = runs.pick(np.lexsort((runs.to, runs.memory)))
@@ -307,7 +304,6 @@ def _grouped(pieces: Iterable[tuple[str, Block]]) -> Iterator[list[tuple[str, Bl
 
 
 def _chunk(group: list[tuple[str, Block]], every: int) -> Chunk:
-    """Args: every: of so many numbers, one after the other, each is that of a memory."""
     number = group[0][1].span.memory
     blocks = (Block(_moved(block.span, number % every - number), block.to, block.step) for _, block in group)
     return Chunk(tuple(parameter for parameter, _ in group), tuple(blocks))

@@ -1,7 +1,7 @@
-"""How the engines of all hosts pull: which memory each host's read, what crosses between hosts, who digests what.
+"""How the engines of all hosts pull: which memory each reads, what crosses, who digests what.
 
-Invariants: what crosses does so once per host, and no host takes what its own ranks hold, nor what none of its engines
-reads; a digest is that of the owner; owners whose bytes go to one place in several engines have equal digests.
+Invariants: what crosses does so once per host, and only what no rank of it holds and an engine of it reads; a digest is
+that of the owner; owners whose bytes go to one place in several engines have equal digests.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ Spans = tuple[Span, ...]
 
 
 class JobPlan:
-    """How all engines pull, as one rank sees it."""
-
     def __init__(
         self, collective: Collective, holdings: Sequence[Holding], hosts: Sequence[int], on_device: SharedCopy | None
     ) -> None:
-        """Raises WeightSyncError on all ranks where they do not hold all of the model. `holdings` are by rank."""
+        """Raises WeightSyncError on all ranks where `holdings`, by rank, are not all of the model."""
         self._collective, self._hosts, self._on_device = collective, hosts, on_device
         self._owner = [rank for rank, each in enumerate(holdings) for _ in each.addresses]
         here, addresses = hosts[collective.rank], [address for each in holdings for address in each.addresses]
@@ -55,8 +53,8 @@ class JobPlan:
         self._memories = {first + i: open_address(_known(address), locked=False) for i, address in enumerate(own)}
 
     def learn(self, replies: Mapping[int, Sequence[PlanReply]]) -> str:
-        """Take what the engines of this rank planned. Return why this rank cannot take part; else, if anything crosses,
-        `holding` is then that of the mirrors. Collective."""
+        """Take what this rank's engines planned; return why it cannot take part. Afterwards `holding` is that of the
+        mirrors. Collective."""
         self.chunks = {engine: [reply.chunks for reply in ranks] for engine, ranks in replies.items()}
         mine = {
             (chunk.spans, _digest((number, len(ranks), chunk.place)), chunk.spans[0].memory in reply.on_gpu): None
@@ -93,7 +91,7 @@ class JobPlan:
         return problems[self._collective.rank]
 
     def bring(self) -> None:
-        """Bring to every host what its engines read of others. Collective."""
+        """Have happen what crosses. Collective."""
         if self._crossings:
             self._mirrors.fill(self._crossings, self._memories.__getitem__)
 
@@ -106,7 +104,7 @@ class JobPlan:
         return tuple(digest_spans(memories, spans) for spans in own)
 
     def wanted(self, digests: Sequence[Sequence[int]]) -> dict[Spans, int]:
-        """Return the digests that engines are to have, from those of every rank."""
+        """Return the digests that engines are to have, from every rank's."""
         return {
             spans: digest
             for each, found in zip(self._order, digests, strict=True)
@@ -114,7 +112,7 @@ class JobPlan:
         }
 
     def apart(self, wanted: Mapping[Spans, int]) -> str:
-        """Return which parameters this rank's engines take from copies that differ, or ""."""
+        """Return which parameters this rank's engines take from copies that differ."""
         others = {a: b for a, alike in self._alike.items() for b in alike if wanted[a] != wanted[b]}
         for chunk in (chunk for ranks in self.chunks.values() for part in ranks for chunk in part):
             if (other := others.get(chunk.spans)) is not None:
@@ -126,8 +124,7 @@ class JobPlan:
         return ""
 
     def difference(self, replies: Mapping[int, Sequence[PullReply]], wanted: Mapping[Spans, int]) -> str:
-        """Return which parameters of this rank's engines do not hold what the trainer has, or ""; `replies` are by
-        engine."""
+        """Return which parameters of this rank's engines are not the trainer's."""
         for engine, ranks in replies.items():
             for rank, (reply, chunks) in enumerate(zip(ranks, self.chunks[engine], strict=True)):
                 if problem := _difference(chunks, reply.digests, wanted):

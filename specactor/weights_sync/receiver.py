@@ -1,9 +1,8 @@
 """The engine's end of a weight sync: rank calls inside every engine rank.
 
-Invariants: nothing is loaded before its digest was compared with the source's (what was not compared in the same call
-the sender compares again afterwards); what was loaded is read back and compared bit for bit; what was copied by the
-plan is answered with its digest in the parameters; a version is committed only if every element of every parameter was
-written.
+Invariants: nothing is loaded before its digest was compared with the source's, or else the sender compares afterwards;
+what was loaded is read back bit for bit; what the plan copied is answered with its digest; a version is committed only
+if every element of every parameter was written.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ class EngineRank(Protocol):
 
 
 class _WriteAudit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every write while a model loads weights."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -61,7 +58,7 @@ class _WriteAudit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # nothing is compiled here, and the wrapper would double the cost of every operation
 
     def take(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
-        """Return (target, source) of every copy and the target of every fill since the last call."""
+        """Return every copy and fill since the last call."""
         copies, fills = self._copies, self._fills
         self._copies, self._fills = [], []
         return copies, fills
@@ -78,12 +75,10 @@ class _WriteAudit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Mismatch(Exception):  # noqa: N818
-    """What is wrong with the tensor at hand."""
+    """What is wrong with a tensor."""
 
 
 class _Arrived(NamedTuple):
-    """A tensor in a bucket, and its bytes as they are hashed the fastest."""
-
     slot: Slot
     tensor: torch.Tensor
     raw: memoryview | torch.Tensor
@@ -102,7 +97,7 @@ def _places(tensors: Iterable[tuple[str, torch.Tensor]]) -> _Places:
 
 
 def _place(places: _Places, part: torch.Tensor) -> tuple[str, int]:
-    """Return the name of the tensor that this is a part of, or "", and its first byte in there."""
+    """Return (tensor that this is a part of, or ""; its first byte there)."""
     found = bisect.bisect(places, (part.data_ptr(), 2**63, "")) - 1
     offset = part.data_ptr() - places[found][0]
     return (places[found][2], offset) if found >= 0 and offset < max(1, places[found][1]) else ("", 0)
@@ -110,7 +105,7 @@ def _place(places: _Places, part: torch.Tensor) -> tuple[str, int]:
 
 @dataclass
 class _Watched:
-    """What the loader of a version did to the parameters, for the plan of the next."""
+    """What the loader did, for the next plan."""
 
     parameters: _Places
     sources: _Places = field(default_factory=list)  # what is being loaded
@@ -118,7 +113,6 @@ class _Watched:
     refusal: str = ""
 
     def note(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
-        """A copy, or a fill."""
         parameter, to = _place(self.parameters, target)
         tensor, at = _place(self.sources, source) if source is not None else ("", 0)
         if not target.numel() or (source is None and not parameter):
@@ -147,8 +141,6 @@ class _Plan:
 
 
 class Receiver:
-    """State of one engine rank between the messages of a sync."""
-
     def __init__(self) -> None:
         self._watched = _Watched([])
         self._plan: _Plan | None = None
@@ -175,7 +167,6 @@ class Receiver:
         return msgspec.msgpack.encode(CheckReply())
 
     def load(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Check each tensor unless that was done, load it, read it back."""
         message = msgspec.msgpack.decode(payload, type=Round)
         for bucket in message.buckets:
             if self._open_version != bucket.version:
@@ -195,7 +186,7 @@ class Receiver:
         return msgspec.msgpack.encode(CheckReply())
 
     def plan(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Learn, after a whole version was loaded, how to copy the next one."""
+        """Learn, after a whole version was loaded, how to copy the next."""
         message = msgspec.msgpack.decode(payload, type=Holding)
         self.close()  # what was loaded out of buckets is loaded
         opened = read_only if next(rank.model.parameters()).device.type == "cpu" else open_address
@@ -220,7 +211,7 @@ class Receiver:
         return msgspec.msgpack.encode(reply)
 
     def _planned(self, model: torch.nn.Module, everything: Holding) -> _Plan:
-        """Join what was watched with what the trainer holds, and open what of that lies on this rank's GPU."""
+        """Join what was watched with what the trainer holds."""
         watched = self._watched
         if watched.parameters != _places(model.named_parameters()):
             raise WeightSyncError("the engine's parameters moved while they were loaded")
@@ -237,7 +228,7 @@ class Receiver:
     def _opened_on_gpu(
         self, everything: Holding, device: torch.device
     ) -> tuple[dict[int, OpenedMemory], Sequence[Held], str]:
-        """Return the memories on this rank's GPU, what is better taken from them, and why there are none."""
+        """Return the memories on this rank's GPU, what is better taken there, and why nothing is."""
         memories = {i: each.gpu for i, each in enumerate(everything.addresses) if each is not None and each.gpu}
         if not memories:
             return {}, (), ""
@@ -278,7 +269,7 @@ class Receiver:
         self._plan = None
 
     def commit(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Return whether the whole model is at this version; the old one's caches are dropped."""
+        """Return whether the whole model is at this version."""
         commit = msgspec.msgpack.decode(payload, type=Commit)
         if self._open_version != commit.version:
             return msgspec.msgpack.encode(CheckReply(problem=f"version {commit.version} was never loaded"))
@@ -299,7 +290,7 @@ class Receiver:
         self._watched = _Watched(_places(rank.model.named_parameters()))
 
     def _arrived(self, rank: EngineRank, bucket: Bucket) -> list[_Arrived]:
-        """Return the bucket's tensors, without a copy, or on the rank's GPU."""
+        """Return the bucket's tensors, without a copy, or on the GPU."""
         data = self._open(bucket.address)
         if bucket.of_gpu:
             data = data.to(next(rank.model.parameters()).device)
@@ -315,7 +306,7 @@ class Receiver:
         return arrived
 
     def _fed(self, tensors: list[_Arrived], audit: _WriteAudit, *, check: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hand them to the model's loader, each checked just before and read back just after."""
+        """Hand them to the loader, each checked just before and read back just after."""
         for arrived in tensors:
             if check:
                 _check(arrived)
@@ -331,7 +322,7 @@ class Receiver:
         return self._views[address]
 
     def _read_back(self, audit: _WriteAudit) -> None:
-        """Compare what was written with its source, and count its elements."""
+        """Compare what was written with its source, and count it."""
         copies, fills = audit.take()
         for target, source in copies:
             if not _same_bits(target, source):
@@ -353,7 +344,7 @@ class Receiver:
 
 
 def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Return whether a copy holds its source, brought to the target's device, type and shape."""
+    """The source is brought to the target's device, type and shape."""
     if source.device != target.device or source.dtype != target.dtype or source.shape != target.shape:
         source = source.to(target.device, target.dtype).expand_as(target)
     if target.device.type == "cpu" and target.is_contiguous() and source.is_contiguous():
@@ -363,7 +354,7 @@ def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _flat(model: torch.nn.Module, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-    """Return the bytes of every parameter. Raises WeightSyncError where they do not lie as the plan has them."""
+    """Raises WeightSyncError where bytes do not lie as the plan has them."""
     found = {}
     for name, parameter in model.named_parameters():
         if not parameter.is_contiguous() or parameter.numel() * parameter.element_size() != sizes.get(name):

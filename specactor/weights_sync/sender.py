@@ -1,13 +1,13 @@
 """The trainer's end of a weight sync.
 
-Engines copy the weights by a plan, while the trainer digests the same bytes. A push that finds no plan goes by buckets,
-and learns one: in every round each rank packs what it hands over into one of two buckets; all exchange what they
-packed, buckets cross to other hosts, and each engine's owner has it take them, while the next round is packed.
+Engines copy the weights by a plan, while the trainer digests the same bytes. A push without one goes by buckets, and
+learns it: in every round each rank packs what it hands over into one of its two; they are exchanged, cross to other
+hosts, and are taken by engines while the next round is packed.
 
-Invariants: a rank has two buckets, and mirrors of some of other hosts. By buckets nothing is loaded anywhere before all
-tensors were checked on all engine ranks, so a corrupt stream leaves the engines at their old version; by the plan every
-digest of what parameters hold is compared before an engine goes on. All trainer ranks return, or all raise
-WeightSyncError; an engine that fails between the first write and the commit is killed, since it holds a mixture.
+Invariants: by buckets nothing is loaded anywhere before all tensors were checked on all engine ranks, so a corrupt
+stream leaves the old version; by the plan every digest of what parameters hold is compared before an engine goes on.
+All trainer ranks return, or all raise WeightSyncError; an engine that fails between the first write and the commit is
+killed, since it holds a mixture.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ class SyncReport:
 
 
 class WeightSender:
-    """It keeps its buffers, or the plan, between pushes."""
-
     def __init__(self, config: WeightsSyncConfig, collective: Collective) -> None:
         self._config = config
         self._collective = collective
@@ -54,8 +52,8 @@ class WeightSender:
         self._refused: Holding | None = None  # of which there is no plan
 
     def push(self, source: WeightSource, engines: Sequence[TargetEngine], *, version: int) -> SyncReport:
-        """Bring all engines of all ranks to `version`. Collective; `engines` are this rank's. Raises WeightSyncError on
-        every rank if an engine rank did not take the weights, CopiesDifferError where new ones would not either."""
+        """Bring all engines of all ranks to `version`. Collective. Raises WeightSyncError on every rank if an engine
+        rank did not take the weights, CopiesDifferError where new ones would not either."""
         start = time.perf_counter()
         self._mirrors = self._mirrors or [Mirrors(self._collective, source.hosts) for _ in range(2)]
         push = Push(self._config, self._collective, source.hosts, self._buffers, self._mirrors, engines, version)
@@ -86,8 +84,8 @@ class WeightSender:
         )
 
     def _pulled(self, push: Push, holding: Holding | None) -> bool:
-        """Return whether all engines of all ranks took the weights by the plan, or one met a problem. Collective: from
-        here on no rank changes its weights."""
+        """Return whether all engines took the weights by the plan, or one met a problem. Collective: from here on no
+        rank changes its weights."""
         if self._collective.any(self._plan is None or self._planned is not holding):
             return False
         assert self._plan is not None
