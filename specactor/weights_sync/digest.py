@@ -57,11 +57,7 @@ def copy_with_digest(target: torch.Tensor, source: torch.Tensor) -> int:
 
 def digest_of(raw: memoryview | torch.Tensor) -> int:
     """Args: raw: a memoryview of the host, or a GPU's contiguous uint8 tensor."""
-    return int(xxhash.xxh3_64_intdigest(raw)) if isinstance(raw, memoryview) else _device_digest(raw)
-
-
-def _device_digest(flat: torch.Tensor) -> int:
-    return read_totals([device_total(flat)])[0]
+    return int(xxhash.xxh3_64_intdigest(raw)) if isinstance(raw, memoryview) else read_totals([device_total(raw)])[0]
 
 
 def device_total(flat: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import msgspec
 
 from specactor.parallel.collective import Collective
 from specactor.weights_sync.digest import digest_of, digest_spans
-from specactor.weights_sync.memory import Address, SharedCopy, open_address, room_bytes
+from specactor.weights_sync.memory import SharedCopy, open_address, room_bytes
 from specactor.weights_sync.messages import Holding, PlanReply, PullReply
 from specactor.weights_sync.mirrors import Crossing, Mirrors, crossings
 from specactor.weights_sync.plan import Chunk, Span, merged, nearer
@@ -50,7 +50,7 @@ class JobPlan:
         self._crossings: list[Crossing] = []
         first = self._owner.index(collective.rank)
         own = holdings[collective.rank].addresses
-        self._memories = {first + i: open_address(_known(address), locked=False) for i, address in enumerate(own)}
+        self._memories = {first + i: open_address(address, locked=False) for i, address in enumerate(filter(None, own))}
 
     def learn(self, replies: Mapping[int, Sequence[PlanReply]]) -> str:
         """Take what this rank's engines planned; return why it cannot take part. Afterwards `holding` is that of the
@@ -150,8 +150,3 @@ def _names(chunk: Chunk) -> str:
 
 def _digest(value: object) -> int:
     return digest_of(memoryview(msgspec.msgpack.encode(value)))
-
-
-def _known(address: Address | None) -> Address:
-    assert address is not None, "a rank names all of its own"
-    return address
