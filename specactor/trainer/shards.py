@@ -114,19 +114,23 @@ class RankShards:
         if len(devices) > 1 or sum(aligned(tensor.nbytes) for tensor in others) > capacity_bytes:
             return None
         given = {name for name, _, _ in mine}
-        equal = [(name, tensor, None) for name, tensor in self._parameters if devices - {"cpu"} and name not in given]
+        equal = [pair for pair in self._parameters if devices - {"cpu"} and pair[0] not in given]
         if self._copied is not None:
             self._copied.buffer.close()
-        self._copied = SharedCopy(others, [tensor for _, tensor, _ in equal])
+        self._copied = SharedCopy(others, [tensor for _, tensor in equal])
         starts = iter(self._copied.starts)
-        tensors, near = list[plan.Held](), list[plan.Held]()
-        for found, parameters in ((tensors, mine), (near, equal)):
-            for name, tensor, place in parameters:
-                memory, at = place or (len(self._memory), next(starts))
-                found += self._tensors_of(name, tensor, memory=memory, at=at)
+        tensors: list[plan.Held] = []
+        for name, tensor, place in mine:
+            memory, at = place or (len(self._memory), next(starts))
+            tensors += self._tensors_of(name, tensor, memory=memory, at=at)
         addresses = (*(buffer.address() for buffer in self._memory), self._copied.address())
-        by_gpu = {self._copied.gpu.uuid: tuple(near)} if self._copied.gpu is not None else {}
-        return Holding(addresses=addresses, tensors=tuple(tensors), near=by_gpu)
+        names = [self._name_of_part(*pair) for pair in (*(each[:2] for each in mine), *equal)]
+        places = dict(zip(names, self._copied.starts, strict=False)) if self._copied.gpu is not None else {}
+        return Holding(addresses=addresses, tensors=tuple(tensors), places=places)
+
+    def _name_of_part(self, name: str, tensor: Tensor) -> str:
+        """The name that this rank's part of a parameter has on all ranks that hold it."""
+        return f"{name}:{self._own_place(name)[1]}" if self._is_cut(name, tensor) else name
 
     def _near(self, group: dist.ProcessGroup) -> list[int]:
         """The ranks of a group that are on this host."""

@@ -45,8 +45,10 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[Address | None, ...]
     """None: of a memory that nothing on this host is taken from."""
     tensors: tuple[Held, ...]
+    places: dict[str, int] = {}
+    """On a GPU, the first byte of each of the rank's tensors in its memory, by a name that equal ones share."""
     near: dict[str, tuple[Held, ...]] = {}
-    """By GPU: tensors, or parts, that engines on it had better take from there than where `tensors` has them."""
+    """By GPU: tensors that engines on it had better take from there than from where `tensors` has them."""
     planned: int = 0
     """Key of the plan, already made, that these memories, without tensors, are added to."""
 

@@ -9,6 +9,7 @@ one tensor; engines of equal layouts have equal chunks, wherever they take them 
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -130,20 +131,27 @@ def merged(parts: Sequence[tuple[int, Sequence[Held]]], hosts: Sequence[int], he
     return tuple(found.values())
 
 
-def nearer(tensors: Iterable[Held], own: Iterable[Held], first: int) -> tuple[Held, ...]:
-    """Return the tensors of which a rank has equal parts (`own`, in memories from `first` on), with these in place of
-    others'."""
-    parts = {tensor.name: {_place(block): block for block in tensor.blocks} for tensor in own}
-    found = []
-    for tensor in tensors:
-        if tensor.name in parts:
-            of_rank = {
-                place: Block(_moved(block.span, first), block.to, block.step)
-                for place, block in parts[tensor.name].items()
-            }
-            blocks = tuple(of_rank.get(_place(block), block) for block in tensor.blocks)
-            found.append(Held(tensor.name, tensor.num_bytes, blocks))
-    return tuple(found)
+def nearer(tensors: Sequence[Held], places: Mapping[int, Mapping[str, int]], memory: int) -> tuple[Held, ...]:
+    """Return the tensors of which `memory` has parts equal to those of others, with these in their place.
+
+    Args:
+        places: by memory, the first byte of each part, by a name that equal ones share.
+    """
+    parts = {number: sorted((at, name) for name, at in of.items()) for number, of in places.items()}
+    starts = {number: [at for at, _ in of] for number, of in parts.items()}
+
+    def near(block: Block) -> Block:
+        span = block.span
+        if span.memory not in parts:
+            return block
+        start, name = parts[span.memory][bisect(starts[span.memory], span.at) - 1]
+        at = places[memory].get(name)
+        if at is None:
+            return block
+        return Block(Span(memory, at + span.at - start, span.step, span.length, span.count), block.to, block.step)
+
+    found = (Held(tensor.name, tensor.num_bytes, tuple(map(near, tensor.blocks))) for tensor in tensors)
+    return tuple(one for one, tensor in zip(found, tensors, strict=True) if one != tensor)
 
 
 def _place(block: Block) -> tuple[int, int, int, int]:

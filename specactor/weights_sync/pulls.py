@@ -32,12 +32,9 @@ class JobPlan:
         tensors = merged([(len(each.addresses), each.tensors) for each in holdings], hosts, here)
         self._mirrors = Mirrors(collective, hosts)
         seen = tuple(a if hosts[owner] == here else None for a, owner in zip(addresses, self._owner, strict=True))
-        near = {
-            uuid: nearer(tensors, parts, self._owner.index(rank))
-            for rank, each in enumerate(holdings)
-            if hosts[rank] == here
-            for uuid, parts in each.near.items()
-        }
+        on_gpu = {number: address.gpu for number, address in enumerate(seen) if address is not None and address.gpu}
+        places = {number: holdings[self._owner[number]].places for number in on_gpu}
+        near = {gpu.uuid: nearer(tensors, places, number) for number, gpu in on_gpu.items()}
         self.holding = Holding(addresses=seen, tensors=tensors, near=near)  # for the engines of this host
         self.key = _digest(self.holding)  # engines that took it know their plan by that
         self.num_bytes = sum(tensor.num_bytes for tensor in tensors)

@@ -276,14 +276,14 @@ class Source:
             given = {name: tensor for name, tensor in self.tensors.items() if name in self._gives}
             equal = {name: tensor for name, tensor in self.tensors.items() if name not in given}
             self.on_device = SharedCopy([*given.values()], [*equal.values()])
-            tensors, near = list[Held](), list[Held]()
-            for (name, tensor), start in zip((given | equal).items(), self.on_device.starts, strict=False):
+            tensors = []
+            for (name, tensor), start in zip(given.items(), self.on_device.starts, strict=False):
                 numbers = torch.arange(tensor.numel()).view(tensor.shape)
                 index = (numbers.t() if name == "a" else numbers).flatten().numpy()
                 blocks = held(index, range(tensor.numel()), memory=0, at=start, item_bytes=4)
-                (tensors if name in given else near).append(Held(name, tensor.nbytes, blocks))
-            by_gpu = {uuid(self._number): tuple(near)}
-            self._holding = Holding(addresses=(self.on_device.address(),), tensors=tuple(tensors), near=by_gpu)
+                tensors.append(Held(name, tensor.nbytes, blocks))
+            places = dict(zip(given | equal, self.on_device.starts, strict=False))
+            self._holding = Holding(addresses=(self.on_device.address(),), tensors=tuple(tensors), places=places)
         self.on_device.refresh()
         return self._holding
 

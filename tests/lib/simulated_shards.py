@@ -107,16 +107,13 @@ def beside_an_equal_rank(source: RankShards, exported: dict[str, torch.Tensor]) 
     [address] = holding.addresses
     assert address is not None
     assert address.gpu is not None
-    near, given = holding.near["GPU-1"], holding.tensors
-    first, last = (
-        [pick(block.span.at for block in tensor.blocks) for tensor in tensors]
-        for pick, tensors in ((min, near), (max, given))
-    )
+    ends = {name: at for name, at in holding.places.items() if at >= address.num_bytes}
     return {
-        "names": sorted(tensor.name for tensor in (*near, *given)) == sorted(exported),
-        "both": len(near) > 0 and len(given) > 0,
-        "apart": max(last) < address.num_bytes <= min(first),
-        "parts": len(address.gpu.parts) == len(source._parameters),
+        "given": {tensor.name for tensor in holding.tensors} < {*exported},
+        "in the copy": max(block.span.at for tensor in holding.tensors for block in tensor.blocks) < address.num_bytes,
+        "both": 0 < len(ends) < len(holding.places),
+        "all": sorted(holding.places) == sorted(source._name_of_part(*pair) for pair in source._parameters),
+        "parts": [part.at for part in address.gpu.parts] == [*holding.places.values()],
         "same": same,
         "moved": moved,
     }
