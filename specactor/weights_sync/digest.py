@@ -48,7 +48,7 @@ def copy_with_digest(target: torch.Tensor, source: torch.Tensor) -> int:
         return digest_of(source)
     to, of = target.numpy(), source.numpy()
     state = xxhash.xxh3_64()
-    for start in range(0, len(of), _PIECE_BYTES):
+    for start in range(0, len(of), _PIECE_BYTES):  # hashed, then copied out of the cache: memory is read once
         piece = of[start : start + _PIECE_BYTES]
         state.update(piece.data)
         to[start : start + _PIECE_BYTES] = piece
@@ -62,7 +62,7 @@ def digest_of(raw: memoryview | torch.Tensor) -> int:
 
 def device_total(flat: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    piece = 8 * 2**20
+    piece = 8 * 2**20  # so words take 64 MiB
     for start in range(0, flat.numel(), piece):
         words = flat[start : start + piece].to(torch.int64)
         index = torch.arange(start, start + words.numel(), device=flat.device, dtype=torch.int64)
@@ -92,7 +92,7 @@ def copy_and_digest(parameters: Iterable[Memory], blocks: Iterable[Block], copy_
         target = _grid(parameter, block.to, block.step, block.span)
         if copy_from is not None:
             target[...] = _grid(copy_from[block.span.memory], block.span.at, block.span.step, block.span)
-        state.update(_dense(target))
+        state.update(_dense(target))  # while it is in the cache
     return int(state.intdigest())
 
 

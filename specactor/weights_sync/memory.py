@@ -111,7 +111,7 @@ def room_bytes(local_ranks: int) -> int:
 
 
 class SharedCopy:
-    """Tensors one after the other; a GPU's are copied only if someone reads them here."""
+    """Tensors one after the other; those of a GPU are copied only if someone reads them here."""
 
     def __init__(self, tensors: Sequence[Tensor], gpu_only: Sequence[Tensor] = ()) -> None:
         """Args: gpu_only: never copied."""
@@ -130,7 +130,7 @@ class SharedCopy:
         return self._exported()[0] != self.gpu
 
     def _exported(self) -> tuple[GpuMemory | None, str]:
-        """Return where the tensors lie on a GPU, or why none can read them there."""
+        """Return where they lie on a GPU, or why nobody can read them there."""
         if not self._on_gpu:
             return None, ""
         try:
@@ -139,7 +139,7 @@ class SharedCopy:
             return None, str(error)
 
     def read_by(self, spans: Iterable[Span]) -> None:
-        """Copy those of a GPU from now on that spans are of."""
+        """Copy from now on only what these are of."""
         self._copied = sorted({self._number(span) for span in spans})
 
     def refresh(self) -> None:

@@ -41,7 +41,7 @@ def crossings(reads: Sequence[Iterable[Sequence[Span]]], owners: Sequence[int], 
     """Return what must cross for what engines read, each byte once per host.
 
     Args:
-        reads: of the engines of each rank; all spans of a sequence are of one memory.
+        reads: of each rank's engines; the spans of a sequence are of one memory.
         owners: of each memory.
     """
     needs: dict[tuple[int, int], list[Span]] = defaultdict(list)  # by host and memory

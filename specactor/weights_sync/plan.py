@@ -106,11 +106,11 @@ def held(index: Ints, own: range, *, memory: int, at: int, item_bytes: int) -> t
 
 
 def merged(parts: Sequence[tuple[int, Sequence[Held]]], hosts: Sequence[int], here: int) -> tuple[Held, ...]:
-    """Return all tensors, whole, for one host: of equal parts its own, else one of a rank that has given the fewest
-    bytes. Raises WeightSyncError, for every host alike, where one is not whole.
+    """Return all tensors for one host: of equal parts its own, else one of a rank that has given the fewest bytes.
+    Raises WeightSyncError, on every host alike, where one is not whole.
 
     Args:
-        parts: per rank, how many memories it has, numbered on over the ranks, and what it holds.
+        parts: per rank, how many memories it has, which are numbered on over the ranks, and what it holds.
         hosts: of each rank, from 0 on.
     """
     first = [0, *accumulate(num_memories for num_memories, _ in parts)]
@@ -208,7 +208,7 @@ _NOTHING = _Runs(*(np.zeros(0, np.int64) for _ in range(4)))
 
 
 def _runs_of(copy: Copy) -> _Runs:
-    """Return the runs of a grid, in its order; `at` counts within the tensor."""
+    """Return the runs of a grid, in its order."""
     length = copy.item_bytes
     grid = [axis for axis in zip(copy.shape, copy.to_steps, copy.at_steps, strict=True) if axis[0] != 1]
     while grid and grid[-1][1] == grid[-1][2] == length:

@@ -120,7 +120,7 @@ class Push:
         self._device = torch.device("cpu")  # of the tensors that were packed
 
     def stream(self, call: str, source: WeightSource) -> None:
-        """Pack, exchange and send round by round, until every engine has answered."""
+        """Pack, exchange and send round by round."""
         self.num_bytes = self.num_rounds = 0
         self._sent, self._packed = [], {}
         num_hosts = len(set(self._hosts))  # a rank has a bucket of its own, and about one's mirror of each other host
@@ -136,6 +136,7 @@ class Push:
 
     def resend(self) -> None:
         """Have the buckets loaded, each checked while the next is."""
+        # Nothing else writes them meanwhile: what is wrong while it is loaded is wrong afterwards.
         for side, buckets in enumerate(self._sent):
             self._submit(LOAD, Round(buckets=buckets, checked=True))
             if side > 0:
@@ -249,7 +250,6 @@ class Push:
         return None
 
     def _pack(self, side: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Bucket | None:
-        """Copy the round's tensors into one bucket; None when there are none."""
         slots: list[Slot] = []
         used = 0
         for name, tensor in tensors:

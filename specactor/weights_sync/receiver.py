@@ -290,7 +290,6 @@ class Receiver:
         self._watched = _Watched(_places(rank.model.named_parameters()))
 
     def _arrived(self, rank: EngineRank, bucket: Bucket) -> list[_Arrived]:
-        """Return the bucket's tensors, without a copy, or on the GPU."""
         data = self._open(bucket.address)
         if bucket.of_gpu:
             data = data.to(next(rank.model.parameters()).device)
@@ -322,7 +321,6 @@ class Receiver:
         return self._views[address]
 
     def _read_back(self, audit: _WriteAudit) -> None:
-        """Compare what was written with its source, and count it."""
         copies, fills = audit.take()
         for target, source in copies:
             if not _same_bits(target, source):

@@ -1,8 +1,8 @@
 """The trainer's end of a weight sync.
 
 Engines copy the weights by a plan, while the trainer digests the same bytes. A push without one goes by buckets, and
-learns it: in every round each rank packs what it hands over into one of its two; they are exchanged, cross to other
-hosts, and are taken by engines while the next round is packed.
+learns it: in every round each rank packs what it hands over into one of two, which engines take while the next round is
+packed.
 
 Invariants: by buckets nothing is loaded anywhere before all tensors were checked on all engine ranks, so a corrupt
 stream leaves the old version; by the plan every digest of what parameters hold is compared before an engine goes on.
@@ -27,8 +27,6 @@ from specactor.weights_sync.push import Push, TargetEngine, WeightSource
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """Equal on all ranks but for the time."""
-
     num_bytes: int  # of the model's tensors, counted once, however many engines take them
     num_rounds: int  # of buckets; 0 where engines took the weights by the plan
     seconds: float
