@@ -58,8 +58,15 @@ class Cuda:
             raise WeightSyncError(f"cuMemGetAddressRange: {pointer:#x} is in no allocation of this process ({code})")
         return base.value, size.value
 
+    def generation(self, base: int) -> int:
+        """Return a number that no other allocation of this process has had."""
+        number = ctypes.c_ulonglong()
+        code = self._driver.cuPointerGetAttribute(ctypes.byref(number), BUFFER_ID, ctypes.c_void_p(base))
+        if code:
+            raise WeightSyncError(f"cuPointerGetAttribute: no allocation of this process begins at {base:#x} ({code})")
+        return number.value
+
     def handle(self, base: int) -> bytes:
-        """It is the same while the allocation lives."""
         handle = _Handle()
         self._do("cudaIpcGetMemHandle", EXPANDABLE, ctypes.byref(handle), ctypes.c_void_p(base))
         return bytes(handle)
@@ -99,6 +106,8 @@ class Cuda:
 
 EXPANDABLE = "Take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF: only what cudaMalloc gave has a handle"
 SEEN = "Look at CUDA_VISIBLE_DEVICES"
+BUFFER_ID = 7
+"""CU_POINTER_ATTRIBUTE_BUFFER_ID."""
 PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess, which CUDA wants to be given."""
 
@@ -120,20 +129,26 @@ def cuda() -> Cuda:
     return Cuda(ctypes.CDLL(f"libcudart.so.{major}"), ctypes.CDLL("libcuda.so.1"))
 
 
-def exported(tensors: Sequence[Tensor], starts: Sequence[int]) -> GpuMemory:
-    """Let processes on the same GPU read tensors, which begin at `starts` in the memory. Raises OSError or
-    WeightSyncError."""
+Places = tuple[tuple[Part, ...], tuple[tuple[int, int], ...]]
+"""Of tensors, and (first byte, generation) of their allocations in this process."""
+
+
+def places(tensors: Sequence[Tensor], starts: Sequence[int]) -> Places:
+    """Return where tensors lie that begin at `starts` in their memory. Raises OSError or WeightSyncError."""
     library, numbers, parts = cuda(), dict[int, int](), []
     for tensor, at in zip(tensors, starts, strict=False):
         if not tensor.is_contiguous():
-            raise WeightSyncError(
-                f"a tensor of shape {tuple(tensor.shape)} is not contiguous, as handing it over needs"
-            )
+            raise WeightSyncError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: engines need a copy")
         base, _ = library.allocation(tensor.data_ptr())
         number = numbers.setdefault(base, len(numbers))
         parts.append(Part(at, tensor.nbytes, number, tensor.data_ptr() - base))
-    uuid = gpu_uuid(tensors[0].device.index)
-    return GpuMemory(uuid=uuid, handles=tuple(map(library.handle, numbers)), parts=tuple(parts))
+    return tuple(parts), tuple((base, library.generation(base)) for base in numbers)
+
+
+def exported(device: int, where: Places) -> GpuMemory:
+    """Let processes on the same GPU read what lies there. Raises WeightSyncError."""
+    parts, allocations = where
+    return GpuMemory(uuid=gpu_uuid(device), handles=tuple(cuda().handle(base) for base, _ in allocations), parts=parts)
 
 
 class OpenedMemory:

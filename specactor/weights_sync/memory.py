@@ -23,7 +23,7 @@ from torch import Tensor
 
 from specactor.errors import WeightSyncError
 from specactor.weights_sync.buckets import aligned
-from specactor.weights_sync.cuda_ipc import GpuMemory, OpenedMemory, exported
+from specactor.weights_sync.cuda_ipc import GpuMemory, OpenedMemory, exported, places
 from specactor.weights_sync.digest import device_total, read_totals
 from specactor.weights_sync.plan import Chunk, Span
 
@@ -120,23 +120,22 @@ class SharedCopy:
         self._copied: Sequence[int] = range(0) if self._on_gpu else range(len(tensors))
         self.starts = list(accumulate((aligned(tensor.nbytes) for tensor in self._tensors), initial=0))
         self.buffer = SharedBuffer(max(1, self.starts[len(tensors)]), locked=False)
-        self.gpu, self.refusal = self._exported()
+        self.gpu: GpuMemory | None = None
+        self.refusal = ""
+        """Why no other process can read a GPU's tensors there."""
+        if self._on_gpu:
+            try:
+                self._places = places(self._tensors, self.starts)
+                self.gpu = exported(self._tensors[0].device.index, self._places)
+            except (OSError, WeightSyncError) as error:
+                self.refusal = str(error)
 
     def address(self) -> Address:
         return msgspec.structs.replace(self.buffer.address(), gpu=self.gpu)
 
     def moved(self) -> bool:
-        """Return whether a tensor or its allocation on the GPU is another."""
-        return self._exported()[0] != self.gpu
-
-    def _exported(self) -> tuple[GpuMemory | None, str]:
-        """Return where they lie on a GPU, or why nobody can read them there."""
-        if not self._on_gpu:
-            return None, ""
-        try:
-            return exported(self._tensors, self.starts), ""
-        except (OSError, WeightSyncError) as error:
-            return None, str(error)
+        """Return whether a tensor that others read on the GPU lies elsewhere, or in another allocation."""
+        return self.gpu is not None and places(self._tensors, self.starts) != self._places
 
     def read_by(self, spans: Iterable[Span]) -> None:
         """Copy from now on only what these are of."""

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -233,6 +234,10 @@ class Alone:
     def barrier(self) -> None: ...
 
 
+_alone = threading.Lock()
+"""The pretended devices know one list of copies that are due, and nothing of threads."""
+
+
 class Source:
     """Tensors that are parts of two allocations."""
 
@@ -252,20 +257,26 @@ class Source:
         return raw[offset : offset + 4 * shape[0] * shape[1]].view(torch.float32).view(shape)
 
     def set(self, version: int) -> None:
-        for number, tensor in enumerate(self.tensors.values()):
-            tensor.copy_(torch.arange(tensor.numel()).float().view(tensor.shape) * version + number)
+        with _alone:
+            for number, tensor in enumerate(self.tensors.values()):
+                tensor.copy_(torch.arange(tensor.numel()).float().view(tensor.shape) * version + number)
 
     def expected(self) -> list[list[float]]:
-        a, b, c = (tensor.cpu() for tensor in self.tensors.values())
+        with _alone:
+            a, b, c = (tensor.cpu() for tensor in self.tensors.values())
         return [a.t().flatten().tolist(), torch.cat([b, c]).flatten().tolist()]
 
-    def make_anew(self) -> None:
-        """Free the first allocation, and have the tensors elsewhere."""
-        old = self.pointers[0]
+    def make_anew(self, *, in_place: bool = False) -> None:
+        """Free the first allocation, and have its tensors in another, which may begin where it began."""
+        old = ctypes.c_void_p(self.pointers[0])
+        if in_place:
+            assert self.made.library.cudaFree(old) == 0
+            self.made.library.fake_place(old)
         self.pointers[0] = self.made.allocate(2**16, "cudaMalloc", self._number)
         self.tensors |= {name: self._at(0, PLACES[name][1], shape) for name, shape in (("a", A), ("b", B))}
         self.on_device._tensors[:] = self.tensors.values()
-        assert self.made.library.cudaFree(ctypes.c_void_p(old)) == 0
+        assert (self.pointers[0] == old.value) == in_place
+        assert in_place or self.made.library.cudaFree(old) == 0
 
     def rounds(self, capacity_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         a, b, c = self.tensors.values()
@@ -284,7 +295,8 @@ class Source:
                 tensors.append(Held(name, tensor.nbytes, blocks))
             places = dict(zip(given | equal, self.on_device.starts, strict=False))
             self._holding = Holding(addresses=(self.on_device.address(),), tensors=tuple(tensors), places=places)
-        self.on_device.refresh()
+        with _alone:
+            self.on_device.refresh()
         return self._holding
 
 
@@ -354,19 +366,24 @@ def main(library: Path, fake: Path) -> None:
         made = world(library, fake, stack)
         engine = stack.enter_context(closing(Engine(library, fake)))
 
-        def run(name: str, *, visible: str = "2", call: str = "cudaMalloc", anew: bool = False) -> None:
+        def run(name: str, *, visible: str = "2", call: str = "cudaMalloc", anew: bool | None = None) -> None:
+            """Args: anew: whether in its place; None: not at all."""
             source = Source(made, call)
             engine.begin(visible, name)
-            found[name] = pushes(source, engine, {4: source.make_anew} if anew else {})
+            change = {} if anew is None else {4: partial(source.make_anew, in_place=anew)}
+            found[name] = pushes(source, engine, change)
 
         run("same GPU")
         run("another GPU", visible="7")
         run("mapped", call="fake_map")
         for name in ("made anew", "nothing closed", "not kept"):
-            run(name, anew=True)
+            run(name, anew=False)
+        run("made anew in its place", anew=True)
         run("offset ignored")
         with patch.object(SharedCopy, "moved", lambda self: False):
-            run("not looked at", anew=True)
+            run("not looked at", anew=False)
+        with patch.object(FakeCuda, "generation", lambda self, base: 0):
+            run("generation ignored", anew=True)
         right = cuda_ipc.exported
         for name, change in {"does not open": spoiled, "too small": too_large}.items():
             with patch.object(memory, "exported", lambda *given, change=change: change(right(*given))):

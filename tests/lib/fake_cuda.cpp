@@ -37,6 +37,7 @@ struct Allocation {
   Content content;
   bool from_malloc;
   bool of_other;
+  unsigned long long number;
 };
 
 enum { kSuccess = 0, kInvalidValue = 1, kInvalidDevice = 101, kInvalidContext = 201, kAlreadyMapped = 208 };
@@ -45,6 +46,8 @@ std::map<char*, Allocation> allocations;
 thread_local int current = 0;
 thread_local int last_error = kSuccess;
 int exported = 0, opened = 0, closed = 0;
+unsigned long long made = 0;
+char* wanted = nullptr;
 
 int failed(int code) { return last_error = code; }
 
@@ -57,7 +60,10 @@ std::vector<int> visible() {
 }
 
 char* mapped(int fd, size_t size) {
-  return static_cast<char*>(mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0));
+  const int flags = MAP_SHARED | (wanted ? MAP_FIXED_NOREPLACE : 0);
+  char* base = static_cast<char*>(mmap(wanted, size, PROT_READ | PROT_WRITE, flags, fd, 0));
+  wanted = nullptr;
+  return base;
 }
 
 int make(void** pointer, size_t size, bool from_malloc) {
@@ -67,7 +73,7 @@ int make(void** pointer, size_t size, bool from_malloc) {
   struct stat status;
   if (fd < 0 || ftruncate(fd, size) || fstat(fd, &status)) return failed(kInvalidValue);
   char* base = mapped(fd, size);
-  allocations[base] = {{getpid(), fd, status.st_ino, size, gpus[current]}, from_malloc, false};
+  allocations[base] = {{getpid(), fd, status.st_ino, size, gpus[current]}, from_malloc, false, ++made};
   *pointer = base;
   return kSuccess;
 }
@@ -126,6 +132,13 @@ int cuMemGetAddressRange_v2(void** base, size_t* size, void* pointer) {
   return kSuccess;
 }
 
+int cuPointerGetAttribute(void* value, int attribute, void* pointer) {
+  const auto found = allocations.find(static_cast<char*>(pointer));
+  if (attribute != 7 || found == allocations.end()) return kInvalidValue;
+  *static_cast<unsigned long long*>(value) = found->second.number;
+  return kSuccess;
+}
+
 int cudaIpcGetMemHandle(Handle* handle, void* pointer) {
   const auto found = allocations.find(static_cast<char*>(pointer));
   if (found == allocations.end() || !found->second.from_malloc || found->second.of_other) return failed(kInvalidValue);
@@ -155,7 +168,7 @@ int cudaIpcOpenMemHandle(void** pointer, Handle handle, unsigned flags) {
   content.size = status.st_size;
   content.fd = fd;
   char* base = mapped(fd, content.size);
-  allocations[base] = {content, true, true};
+  allocations[base] = {content, true, true, ++made};
   *pointer = base;
   ++opened;
   return kSuccess;
@@ -172,6 +185,9 @@ int cudaIpcCloseMemHandle(void* pointer) {
   ++closed;
   return kSuccess;
 }
+
+// Where the next allocation will be.
+void fake_place(void* base) { wanted = static_cast<char*>(base); }
 
 // (handles given, opened, closed; a refusal that nobody has asked for)
 void fake_counts(int* counts) {

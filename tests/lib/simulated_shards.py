@@ -40,7 +40,7 @@ from specactor.trainer import shards as shards_module  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from specactor.trainer.shards import RankShards, share  # noqa: E402
 from specactor.weights_sync import memory  # noqa: E402
-from specactor.weights_sync.cuda_ipc import GpuMemory, Part  # noqa: E402
+from specactor.weights_sync.cuda_ipc import GpuMemory, Part, Places  # noqa: E402
 from specactor.weights_sync.sender import WeightSender  # noqa: E402
 from tests.lib.simulated_cuda import simulated  # noqa: E402
 from tests.lib.simulated_cuda_cases import Engine  # noqa: E402
@@ -92,17 +92,20 @@ def trainer_of(folder: Path) -> PolicyTrainer:
 def beside_an_equal_rank(source: RankShards, exported: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What it hands over to the host, and on its GPU alone since another rank of the host gives it to the host."""
     source._equal_shards = source._equal_whole = source._equal_experts = [1, 0]
-    handle = b"1"
+    generation = 1
 
-    def exporting(tensors: Any, starts: Any) -> GpuMemory:
+    def places(tensors: Any, starts: Any) -> Places:
         parts = tuple(Part(at, tensor.nbytes, 0, 3 * at) for tensor, at in zip(tensors, starts, strict=False))
-        return GpuMemory(uuid="GPU-1", handles=(handle,), parts=parts)
+        return parts, ((0, generation),)
 
-    with patch.object(memory, "exported", exporting):
+    def exporting(device: int, where: Places) -> GpuMemory:
+        return GpuMemory(uuid=f"GPU-{device}", handles=(b"",), parts=where[0])
+
+    with patch.multiple(memory, places=places, exported=exporting):
         holding = source.held(2**40)
         assert holding is not None
         same = source.held(2**40) is holding
-        handle = b"2"
+        generation = 2
         moved = source.held(2**40) is not holding
     [address] = holding.addresses
     assert address is not None
@@ -114,6 +117,7 @@ def beside_an_equal_rank(source: RankShards, exported: dict[str, torch.Tensor]) 
         "both": 0 < len(ends) < len(holding.places),
         "all": sorted(holding.places) == sorted(source._name_of_part(*pair) for pair in source._parameters),
         "parts": [part.at for part in address.gpu.parts] == [*holding.places.values()],
+        "gpu": address.gpu.uuid == "GPU-1",
         "same": same,
         "moved": moved,
     }

@@ -74,8 +74,10 @@ def test_what_cannot_be_opened_is_said_and_goes_through_the_host(found: dict[str
     assert opened == closed
 
 
-def test_an_allocation_that_is_made_anew_is_opened_and_the_old_one_closed(found: dict[str, Any]) -> None:
-    run = found["made anew"]
+@pytest.mark.parametrize("case", ["made anew", "made anew in its place"])
+def test_an_allocation_that_is_made_anew_is_opened_and_the_old_one_closed(found: dict[str, Any], case: str) -> None:
+    """Also where it begins at the same byte, so that no tensor has moved."""
+    run = found[case]
     went_well(run, ANEW)
     assert run["opened, closed"] == [[2, 0]] * 3 + [[3, 1]] * 3
     assert run["host bytes"] == 0
@@ -95,9 +97,10 @@ def test_of_equal_ranks_that_on_the_own_gpu_is_read(found: dict[str, Any]) -> No
     assert run["at the end"] == [0, 0, 0, 0]
 
 
-def test_digests_find_bytes_of_an_allocation_that_is_gone(found: dict[str, Any]) -> None:
-    """A wrong version of the trainer, which does not ask whether its tensors moved."""
-    run = found["not looked at"]
+@pytest.mark.parametrize("case", ["not looked at", "generation ignored"])
+def test_digests_find_bytes_of_an_allocation_that_is_gone(found: dict[str, Any], case: str) -> None:
+    """Wrong versions of the trainer, which do not ask whether tensors moved, or by their first bytes alone."""
+    run = found[case]
     assert run["right"] == [True] * 3
     assert "a arrived with a wrong digest" in run["error"]
     assert run["killed"]
