@@ -36,6 +36,7 @@ from specactor.weights_sync.receiver import Receiver
 from specactor.weights_sync.sender import WeightSender
 from tests.lib.simulated_cuda import Mode, Simulated, simulated
 from tests.weights_sync.test_hosts import Rank
+from tests.weights_sync.test_pull_faults import Alone
 
 VISIBLE = "FAKE_CUDA_VISIBLE"
 A, B, C = (48, 64), (40, 64), (24, 64)
@@ -218,20 +219,6 @@ class Engine:
 
     def close(self) -> None:
         self._process.communicate(timeout=60)
-
-
-class Alone:
-    """A job of one rank."""
-
-    rank = 0
-
-    def gather(self, value: Any, kind: Any) -> list[Any]:
-        return [value]
-
-    def any(self, value: bool) -> bool:
-        return value
-
-    def barrier(self) -> None: ...
 
 
 _alone = threading.Lock()
