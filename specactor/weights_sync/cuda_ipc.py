@@ -42,7 +42,7 @@ class _Handle(ctypes.Structure):
 
 
 class Cuda:
-    """Its calls raise WeightSyncError."""
+    """CUDA, as far as it is needed here. Its methods raise WeightSyncError."""
 
     def __init__(self, runtime: ctypes.CDLL, driver: ctypes.CDLL) -> None:
         """Args: libcudart, as PyTorch has loaded it, and libcuda."""
@@ -170,7 +170,8 @@ class Allocations:
         self._closed = weakref.finalize(self, _close, self._opened, [])
 
     def open(self, memories: Mapping[int, GpuMemory], device: int) -> dict[int, OpenedMemory]:
-        """Open what memories need, and close the rest. Raises OSError or WeightSyncError; then nothing is open."""
+        """Open what memories need, each once, and close the rest. Raises OSError or WeightSyncError; then nothing is
+        open."""
         try:
             _close(self._opened, [handle for memory in memories.values() for handle in memory.handles])
             return {number: self._memory(memory, device) for number, memory in memories.items()}

@@ -42,7 +42,7 @@ class JobPlan:
         self.through_host = ""  # why engines read host memory of what lies on their own GPU
         self.chunks: dict[int, list[tuple[Chunk, ...]]] = {}  # by engine of this rank, per rank of it
         self._order: list[list[Spans]] = [[] for _ in holdings]  # what each rank digests
-        # By spans: those which are to have the same digest, of owners on other hosts.
+        # By spans: those which are to have the same digest, of other owners.
         self._alike: defaultdict[Spans, dict[Spans, None]] = defaultdict(dict)
         self._crossings: list[Crossing] = []
         first = self._owner.index(collective.rank)
