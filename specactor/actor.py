@@ -158,6 +158,8 @@ class SpecActor:
                 continue
             if report.note:
                 self.progress.note(f"Weights go through buckets in every step: {report.note}.")
+            if report.through_host:
+                self.progress.note(f"Weights go through host memory: {report.through_host}.")
             self.pool.set_version(self.version)
             if self.distillation is not None:
                 self._pushed = self.distillation.push()

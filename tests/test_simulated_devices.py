@@ -74,13 +74,15 @@ def test_a_pull_that_lacks_a_wait_is_found(found: dict[str, Any], wait: str) -> 
 
 def test_a_policy_on_a_device_hands_over_what_it_has(library: Path, tmp_path: Path) -> None:
     """Megatron's parameters under their Hugging Face names, by buckets and then by a plan from a copy in host memory;
-    where that has no room for it, by buckets alone."""
+    where that has no room for it, by buckets alone. What an equal rank gives to the host it has on its GPU alone, and
+    it says so anew when its memory moves."""
     found = found_by("tests.lib.simulated_shards", library, tmp_path)
     assert found["shared"] == 0, "parameters stay on their device"
     assert found["pushes"] == [[rounds, "", [], found["bytes"]] for rounds in (1, 0, 0)]
     assert found["devices"] == ["cuda:3"]
     assert found["no room"] == [True, True]
     assert found["ranks"] == 1
+    assert all(found["beside an equal rank"].values()), found["beside an equal rank"]
 
 
 def test_digests_are_made_on_a_device(found: dict[str, Any]) -> None:

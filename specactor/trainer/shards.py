@@ -87,7 +87,8 @@ class RankShards:
         """Return where this host's engines find this rank's part: the same object until a tensor moves. None where
         copies do not fit."""
         pointers = [tensor.data_ptr() for _, tensor in self._parameters if tensor.device.type == "cpu"]
-        if pointers != self._pointers or self._holding is None:
+        moved = self._copied is not None and self._copied.moved()
+        if pointers != self._pointers or self._holding is None or moved:
             self._pointers = pointers
             self._holding = self._hold(capacity_bytes)
         if self._copied is not None and self._holding is not None:
@@ -102,14 +103,24 @@ class RankShards:
             capacity_bytes = room_bytes(self.hosts.count(self.hosts[dist.get_rank()]))
         if len(devices) > 1 or sum(aligned(tensor.nbytes) for tensor in others) > capacity_bytes:
             return None
-        self._copied = SharedCopy(others)
+        given = {name for name, _, _ in mine}
+        equal = [pair for pair in self._parameters if devices - {"cpu"} and pair[0] not in given]
+        if self._copied is not None:
+            self._copied.buffer.close()
+        self._copied = SharedCopy(others, [tensor for _, tensor in equal])
         starts = iter(self._copied.starts)
         tensors: list[plan.Held] = []
         for name, tensor, place in mine:
             memory, at = place or (len(self._memory), next(starts))
             tensors += self._tensors_of(name, tensor, memory=memory, at=at)
-        addresses = tuple(buffer.address() for buffer in (*self._memory, self._copied.buffer))
-        return Holding(addresses=addresses, tensors=tuple(tensors))
+        addresses = (*(buffer.address() for buffer in self._memory), self._copied.address())
+        names = [self._name_of_part(*pair) for pair in (*(each[:2] for each in mine), *equal)]
+        places = dict(zip(names, self._copied.starts, strict=False)) if self._copied.gpu is not None else {}
+        return Holding(addresses=addresses, tensors=tuple(tensors), places=places)
+
+    def _name_of_part(self, name: str, tensor: Tensor) -> str:
+        """The name that this rank's part of a parameter has on all ranks that hold it."""
+        return f"{name}:{self._own_place(name)[1]}" if self._is_cut(name, tensor) else name
 
     def _near(self, group: dist.ProcessGroup) -> list[int]:
         here = self.hosts[dist.get_rank()]

@@ -1,12 +1,8 @@
 """Which trainer rank hands over which parameter in which round, and where it lies in a bucket. PURE: byte counts in.
 
-The parameters of one pipeline stage are listed in the same order by all its ranks. A parameter is held in `copies` (by
-ranks that differ in data or context coordinates), each copy cut into `shards` (by tensor parallelism). One rank per
-parameter, its carrier, gathers the shards and hands it over; carriers take turns, so all carry about the same load.
-
-Invariants: every parameter is in exactly one round and has exactly one carrier; ranks that gather together walk the
-same parameters in the same order; what one rank carries in a round fits its bucket, unless one parameter does not.
-Slots keep the tensors' order, do not overlap, and start at multiples of `ALIGNMENT`.
+Invariants: every parameter is in one round and has one carrier, which gathers its shards; carriers take turns; ranks
+that gather together walk the same parameters in the same order; what one rank carries in a round fits its bucket,
+unless one parameter does not. Slots do not overlap, keep the tensors' order, and start at multiples of `ALIGNMENT`.
 """
 
 from __future__ import annotations
@@ -23,8 +19,6 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32":
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor in a bucket."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -37,32 +31,29 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def aligned(num_bytes: int) -> int:
-    """`num_bytes` rounded up to the alignment."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One parameter: its size when whole, and whether it belongs to an expert."""
-
     num_bytes: int
     expert: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """It says how parameters of one kind are held: `copies` equal ones, each in `shards` pieces."""
+    """`copies` equal ones of a parameter, each in `shards` pieces."""
 
     copies: int
     shards: int
 
     def carrier(self, index: int) -> tuple[int, int]:
-        """(copy, shard) coordinates of the rank that hands over the parameter at `index`."""
+        """Return the (copy, shard) that hands over the parameter at `index`."""
         return index % self.copies, index // self.copies % self.shards
 
 
 def rounds(parts: Sequence[Part], *, dense: Spread, expert: Spread, capacity_bytes: int) -> list[list[int]]:
-    """Indices of the parameters of each round, in order. Equal on all ranks of a pipeline stage."""
+    """Return the parameters of each round, equal on all ranks of a pipeline stage."""
     plan: list[list[int]] = []
     load: dict[tuple[bool, tuple[int, int]], int] = {}
     for index, part in enumerate(parts):
@@ -77,5 +68,5 @@ def rounds(parts: Sequence[Part], *, dense: Spread, expert: Spread, capacity_byt
 
 
 def _heaviest(load: dict[tuple[bool, tuple[int, int]], int]) -> int:
-    """Upper bound of one rank's bytes: a rank carries dense parameters at one coordinate and experts' at another."""
+    """Return an upper bound of one rank's bytes."""
     return sum(max((num_bytes for (kind, _), num_bytes in load.items() if kind == of), default=0) for of in (0, 1))

@@ -1,7 +1,6 @@
 """Digests of tensors: a flipped bit anywhere changes them.
 
-The last functions are rank calls that look into an engine rank without the receiver; name them to `Engine.rank_call` by
-their paths, ``specactor.weights_sync.digest:digests``. They are no part of a sync, and have another digest.
+The last functions are rank calls by path: ``specactor.weights_sync.digest:digests``.
 """
 
 from __future__ import annotations
@@ -28,29 +27,28 @@ _PIECE_BYTES = 256 * 2**10  # fits a core's second-level cache
 
 
 def digest_on(device: torch.device, data: torch.Tensor) -> int:
-    """The `digest` that a tensor on that device has if these are its bytes. Args: uint8 [N], of the host."""
+    """Return the `digest` that bytes would have on that device."""
     return digest(data) if device.type == "cpu" else digest_of(data.to(device))
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """64-bit digest of the tensor's bytes in row-major order, the same for the same bytes on every host device.
+    """Return the 64-bit digest of a tensor's bytes in row-major order.
 
-    XXH3 on the host. On a GPU the bytes stay there: sum of word_i * (2 i + 1) modulo 2**64, for which the change
-    of a single bit, 2**k * odd, is never zero; such digests are compared with digests made the same way only.
+    XXH3 on the host; on a GPU sum of word_i * (2 i + 1) modulo 2**64, for which a flipped bit, 2**k * odd, is never
+    zero. The two are not compared.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return digest_of(flat.numpy().data if flat.device.type == "cpu" else flat)
 
 
 def copy_with_digest(target: torch.Tensor, source: torch.Tensor) -> int:
-    """Copy bytes, uint8 [N] both, and return the source's `digest`. On the host a piece is hashed and then copied while
-    it is in the cache, so memory is read once."""
+    """Copy bytes, uint8 [N], and return their `digest`."""
     if source.device.type != "cpu":
         target.copy_(source)
         return digest_of(source)
     to, of = target.numpy(), source.numpy()
     state = xxhash.xxh3_64()
-    for start in range(0, len(of), _PIECE_BYTES):
+    for start in range(0, len(of), _PIECE_BYTES):  # hashed, then copied out of the cache: memory is read once
         piece = of[start : start + _PIECE_BYTES]
         state.update(piece.data)
         to[start : start + _PIECE_BYTES] = piece
@@ -58,18 +56,13 @@ def copy_with_digest(target: torch.Tensor, source: torch.Tensor) -> int:
 
 
 def digest_of(raw: memoryview | torch.Tensor) -> int:
-    """Return the digest of bytes: on the host as a memoryview, on a GPU as a contiguous uint8 tensor."""
-    return int(xxhash.xxh3_64_intdigest(raw)) if isinstance(raw, memoryview) else _device_digest(raw)
-
-
-def _device_digest(flat: torch.Tensor) -> int:
-    return read_totals([device_total(flat)])[0]
+    """Args: raw: a memoryview of the host, or a GPU's contiguous uint8 tensor."""
+    return int(xxhash.xxh3_64_intdigest(raw)) if isinstance(raw, memoryview) else read_totals([device_total(raw)])[0]
 
 
 def device_total(flat: torch.Tensor) -> torch.Tensor:
-    """Return the digest of a GPU tensor, there, computed in pieces that bound the extra memory to 64 MiB."""
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    piece = 8 * 2**20
+    piece = 8 * 2**20  # so words take 64 MiB
     for start in range(0, flat.numel(), piece):
         words = flat[start : start + piece].to(torch.int64)
         index = torch.arange(start, start + words.numel(), device=flat.device, dtype=torch.int64)
@@ -78,7 +71,7 @@ def device_total(flat: torch.Tensor) -> torch.Tensor:
 
 
 def read_totals(totals: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return digests that lie on a GPU, in one wait for it."""
+    """Return digests that lie on a GPU, in one wait."""
     return tuple(total & (2**64 - 1) for total in torch.stack(list(totals)).tolist()) if totals else ()
 
 
@@ -86,7 +79,6 @@ Memory = npt.NDArray[np.uint8]
 
 
 def digest_spans(memories: Mapping[int, Memory], spans: Iterable[Span]) -> int:
-    """The `digest` of the spans' bytes, one after the other."""
     state = xxhash.xxh3_64()
     for span in spans:
         state.update(_dense(_grid(memories[span.memory], span.at, span.step, span)))
@@ -94,19 +86,18 @@ def digest_spans(memories: Mapping[int, Memory], spans: Iterable[Span]) -> int:
 
 
 def copy_and_digest(parameters: Iterable[Memory], blocks: Iterable[Block], copy_from: Sequence[Memory] | None) -> int:
-    """The `digest` of the blocks' bytes where they go to, each in its parameter. With `copy_from`, they are copied
-    from there first, and hashed while they are in the cache."""
+    """Return the `digest` of where bytes go to; with `copy_from`, they are copied first."""
     state = xxhash.xxh3_64()
     for parameter, block in zip(parameters, blocks, strict=True):
         target = _grid(parameter, block.to, block.step, block.span)
         if copy_from is not None:
             target[...] = _grid(copy_from[block.span.memory], block.span.at, block.span.step, block.span)
-        state.update(_dense(target))
+        state.update(_dense(target))  # while it is in the cache
     return int(state.intdigest())
 
 
 def _grid(memory: Memory, at: int, step: int, span: Span) -> Memory:
-    """Runs as rows, without a copy; [length] of one run."""
+    """Return runs as rows, or one as [length], without a copy."""
     if span.count == 1:
         return np.ndarray((span.length,), np.uint8, memory.data, at)
     return np.ndarray((span.count, span.length), np.uint8, memory.data, at, (step, 1))
@@ -117,16 +108,13 @@ def _dense(grid: Memory) -> memoryview:
 
 
 def digests(rank: EngineRank, payload: bytes) -> bytes:
-    """SHA-256 of every parameter's bytes, by SGLang's name, as JSON."""
+    """Return SHA-256 of every parameter, by SGLang's name, as JSON."""
     return msgspec.json.encode({name: _sha256(tensor) for name, tensor in rank.model.named_parameters()})
 
 
 def digests_of_folder(rank: EngineRank, payload: bytes) -> bytes:
-    """Return digests of the parameters that SGLang's own loader makes of a Hugging Face folder (path: `payload`).
-
-    The rank holds that folder's weights afterwards; what the loader leaves out becomes NaN. KV caches are
-    stale: flush them before generating.
-    """
+    """Return digests after SGLang's own load of a Hugging Face folder (`payload`), which the rank then holds; NaN is
+    what it leaves out."""
     rank.begin_weight_update()
     with torch.no_grad():
         for parameter in rank.model.parameters():
@@ -137,8 +125,7 @@ def digests_of_folder(rank: EngineRank, payload: bytes) -> bytes:
 
 
 def seconds_to_load(rank: EngineRank, payload: bytes) -> bytes:
-    """(from tensors in memory, from files) seconds of SGLang's own load of a Hugging Face folder (path: `payload`), as
-    JSON. The rank holds that folder's weights afterwards."""
+    """Return (from memory, from files) seconds of SGLang's own load of a folder, which the rank then holds."""
     folder = Path(payload.decode())
     tensors = [(name, tensor.clone()) for name, tensor in _tensors(folder)]
     seconds = []

@@ -1,13 +1,9 @@
-"""A push of the draft model's weights: from a trainer rank to the engines and drafter processes of its host.
-
-Every rank has the whole draft model, so a push crosses no ranks: the weights are copied once, with their digests, into
-memory that all processes of this host can read, and each of them is asked to check and then to load it.
+"""A push of the draft model, which every rank has whole, to the engines and drafter processes of its host.
 
 Invariants: an engine loads nothing before all its ranks have compared all digests; the model then has all of the new
-weights, read back and compared bit for bit, or all of the old ones; no parameter of another model is touched. An engine
-that refuses keeps its old weights, goes on, and is asked again in the next push; where one rank of several fails while
-it loads, the engine drafts with parts of two versions until then, which costs speed. A push stops no rollout, since it
-is taken between two rounds.
+weights, read back bit for bit, or all of the old; no other model is touched. An engine that refuses goes on, and is
+asked again. If one of several ranks fails while it loads, the engine drafts with two versions until then, which costs
+speed.
 """
 
 from __future__ import annotations
@@ -30,8 +26,7 @@ from specactor.weights_sync.receiver import Receiver
 
 @dataclass
 class _Rank:
-    """The draft model, as a receiver sees what it writes to. Its layout is the one that checkpoints are loaded in, and
-    its keys are dropped by whoever owns them."""
+    """The draft model, for a receiver."""
 
     model: torch.nn.Module
     tp_rank: int = 0
@@ -44,7 +39,7 @@ class _Rank:
 
 
 def check(weights: DraftWeights) -> str:
-    """Return what is wrong with the bytes; empty if they are those of their source."""
+    """Return what is wrong with the bytes, or ""."""
     with closing(Receiver()) as receiver:
         try:
             return _problem(receiver.check(_Rank(torch.nn.Module()), msgspec.msgpack.encode(weights.as_round())))
@@ -54,7 +49,7 @@ def check(weights: DraftWeights) -> str:
 
 @torch.no_grad()
 def load(model: torch.nn.Module, weights: DraftWeights) -> str:
-    """Check again, and load. Returns what is wrong; then the model has its old weights."""
+    """Return what is wrong; then the model has its old weights."""
     if problem := check(weights):
         return problem
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -79,15 +74,13 @@ LOAD = "specactor.rollout.sglang.model_drafter:load_weights"
 
 
 class DraftSender:
-    """The sender of one rank keeps its memory between pushes."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         """Args: of the weights that draft."""
         self._dtype = dtype
         self._buffer: SharedBuffer | None = None
 
     def pack(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> DraftWeights:
-        """Copy the weights, under Hugging Face names. What was packed before is gone."""
+        """Copy the weights, under Hugging Face names, over those before."""
         tensors = [(name, tensor.detach().to("cpu", self._dtype).contiguous()) for name, tensor in weights]
         slots: list[Slot] = []
         end = 0
@@ -104,7 +97,6 @@ class DraftSender:
         return DraftWeights(draft_version=version, address=buffer.address(), slots=tuple(filled))
 
     def close(self) -> None:
-        """Give the memory back."""
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
@@ -121,7 +113,7 @@ def num_bytes(weights: DraftWeights) -> int:
 
 
 def push_to_engine(engine: TargetEngine, weights: DraftWeights, *, timeout_s: float) -> str:
-    """Why the engine did not take the weights; empty if all its ranks did. It may be generating."""
+    """Return why the engine, which may be generating, did not take the weights, or ""."""
     payload = msgspec.msgpack.encode(weights)
     try:
         for call in (CHECK, LOAD):

@@ -1,5 +1,4 @@
-"""What the sender asks of every engine rank. Each message is the payload of one rank call, which a method of `Receiver`
-answers (`specactor.rollout.sglang.plugin` says which)."""
+"""What the sender asks of every engine rank: payloads and answers of `Receiver`'s methods."""
 
 from __future__ import annotations
 
@@ -23,8 +22,6 @@ COMMIT = "weights.commit"
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
-    """A filled bucket."""
-
     version: int
     address: Address
     slots: tuple[Slot, ...]
@@ -33,66 +30,59 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """All buckets of a round."""
-
     buckets: tuple[Bucket, ...]
     checked: bool = False
     """Whether these very bytes were checked before. Their owner checks them once more after they were loaded."""
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a version's stream."""
-
     version: int
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """This is what one rank of the trainer, or all together for one host, hand over out of memory that others can
-    read."""
+    """What one trainer rank, or all for one host, have in memory that others can read."""
 
     addresses: tuple[Address | None, ...]
     """None: of a memory that nothing on this host is taken from."""
     tensors: tuple[Held, ...]
+    places: dict[str, int] = {}
+    """On a GPU, the first byte of each of the rank's tensors in its memory, by a name that equal ones share."""
+    near: dict[str, tuple[Held, ...]] = {}
+    """By GPU: tensors that engines on it had better take from there than from where `tensors` has them."""
     planned: int = 0
     """Key of the plan, already made, that these memories, without tensors, are added to."""
 
 
 class Pull(msgspec.Struct, frozen=True, kw_only=True):
-    """One version, by the plan that was made of a holding."""
-
     version: int
     key: int  # digest of the holding
     copy: bool = True  # if not, digest what the parameters hold already
 
 
 class DraftWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """All weights of a draft model, in one bucket. Its fields differ from those of the messages about the policy, so
-    neither can be taken for the other."""
+    """Its fields differ from those of the policy's messages, so neither is taken for the other."""
 
     draft_version: int
     address: Address
     slots: tuple[Slot, ...]
 
     def as_round(self) -> Round:
-        """Return what it is to the receiver of one model."""
         return Round(buckets=(Bucket(version=self.draft_version, address=self.address, slots=self.slots),))
 
 
 class CheckReply(msgspec.Struct, frozen=True, kw_only=True):
-    """This is what one rank found. An empty `problem` means that all is well."""
-
     problem: str = ""
 
 
 class PlanReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of one engine rank, or why there is none."""
-
     chunks: tuple[Chunk, ...] = ()
     refusal: str = ""
+    on_gpu: tuple[int, ...] = ()  # memories that it reads on its own GPU
+    through_host: str = ""  # why it reads none there, where it could have
 
 
 class PullReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One digest per chunk of the plan, of what the parameters hold."""
+    """One digest per chunk, of what the parameters hold."""
 
     digests: tuple[int, ...] = ()
     problem: str = ""

@@ -1,12 +1,7 @@
-"""Memory of other hosts' ranks, at the same places in memory of this host.
+"""Memory of other hosts' ranks, at the same places here: plans and digests speak of the owner's alone.
 
-What a host needs of a rank's memory elsewhere crosses once: from that rank, its owner, to one rank of the host, the
-taker, into memory that all processes of the host can read. Whoever knows a place in the owner's memory knows it in the
-mirror, so plans and digests speak of the owner's alone: what an engine holds is compared with what the owner digested,
-and a byte that changed on the link or in the mirror is found there.
-
-Invariants: every rank derives the same crossings from what all have told each other; between two ranks bytes go in the
-order of the crossings; a mirror ends with the last byte that crosses, and where none does there is none.
+Invariants: every rank derives the same crossings; between two ranks bytes go in their order; a mirror ends with the
+last byte that crosses, and where none does there is none.
 """
 
 from __future__ import annotations
@@ -25,8 +20,6 @@ from specactor.weights_sync.plan import Span, covered
 
 
 class Crossing(NamedTuple):
-    """Bytes `start` to `end` of a memory, from its owner to the rank that takes it for its host."""
-
     memory: int
     owner: int
     taker: int
@@ -35,13 +28,12 @@ class Crossing(NamedTuple):
 
 
 def taker(hosts: Sequence[int], owner: int, host: int) -> int:
-    """Return the rank of a host that takes what that owner gives; for the owners of one host they take turns."""
+    """Return the rank of a host that takes what an owner gives; they take turns."""
     there, peers = (where(hosts, of) for of in (host, hosts[owner]))
     return there[peers.index(owner) % len(there)]
 
 
 def where(hosts: Sequence[int], host: int) -> list[int]:
-    """Return the ranks of a host."""
     return [rank for rank, of in enumerate(hosts) if of == host]
 
 
@@ -49,7 +41,7 @@ def crossings(reads: Sequence[Iterable[Sequence[Span]]], owners: Sequence[int], 
     """Return what must cross for what engines read, each byte once per host.
 
     Args:
-        reads: of the engines of each rank; all spans of a sequence are of one memory.
+        reads: of each rank's engines; the spans of a sequence are of one memory.
         owners: of each memory.
     """
     needs: dict[tuple[int, int], list[Span]] = defaultdict(list)  # by host and memory
@@ -65,19 +57,14 @@ def crossings(reads: Sequence[Iterable[Sequence[Span]]], owners: Sequence[int], 
 
 
 class Mirrors:
-    """Those that one rank made, and the addresses of all of its host."""
-
     def __init__(self, collective: Collective, hosts: Sequence[int]) -> None:
         self._collective, self._hosts = collective, hosts
         self._buffers: dict[int, SharedBuffer] = {}
         self.addresses: dict[int, Address] = {}  # of all mirrors on this host
 
     def make(self, crossings: Sequence[Crossing], *, most_bytes: float = math.inf) -> list[str]:
-        """Have room for all crossings; return why a rank has none, by rank, or "". Collective.
-
-        Args:
-            most_bytes: that this rank may take: memory that is not there is only missed when it is written.
-        """
+        """Have room for all crossings, at most `most_bytes` on this rank: what is not there is missed only when
+        written. Return why a rank has none, by rank. Collective."""
         self.addresses, problem, lacking = {}, "", self.lacking(crossings)
         try:
             if (needed := sum(lacking.values())) > most_bytes:
@@ -95,7 +82,7 @@ class Mirrors:
         return [problem for _, problem in everyone]
 
     def lacking(self, crossings: Sequence[Crossing]) -> dict[int, int]:
-        """Return the bytes of each memory that this rank must mirror and has no room for yet."""
+        """Return the bytes of each memory that this rank has no room for."""
         ends = {c.memory: c.end for c in sorted(crossings) if c.taker == self._collective.rank}  # the last of each
         return {
             memory: end
@@ -104,15 +91,10 @@ class Mirrors:
         }
 
     def data(self, memory: int) -> torch.Tensor:
-        """Return this rank's mirror of a memory; [N] bytes."""
         return self._buffers[memory].data
 
     def fill(self, crossings: Sequence[Crossing], own: Callable[[int], torch.Tensor]) -> None:
-        """Have all crossings happen, on all ranks: engines read what any of their host made. Collective.
-
-        Args:
-            own: returns the bytes of a memory of this rank.
-        """
+        """Have all crossings happen; `own` returns a memory of this rank. Collective."""
         rank = self._collective.rank
         self._collective.pass_bytes(
             [(own(c.memory)[c.start : c.end], c.taker) for c in crossings if c.owner == rank],
@@ -121,7 +103,6 @@ class Mirrors:
         self._collective.barrier()
 
     def close(self) -> None:
-        """Give the memory back."""
         for buffer in self._buffers.values():
             buffer.close()
         self._buffers.clear()

@@ -1,16 +1,15 @@
 """Which bytes of the trainer's memory go where in an engine rank's parameters. PURE: offsets in, offsets out.
 
-Nobody has to know how Megatron's parameters become Hugging Face's, nor how those become SGLang's. The trainer notes of
-which of its bytes each Hugging Face tensor is made (`Held`), the engine rank what its model's own loader copied from
-each tensor to where (`Copy`), and `chunks` joins the two.
+`chunks` joins what the trainer notes of each Hugging Face tensor (`Held`) with what the engine's loader did (`Copy`).
 
-Invariants: a host takes every byte of every tensor from one rank, and every byte of every parameter is written once, or
-only ever filled; a plan for which that is not so is refused. The bytes of a chunk belong to one memory and one tensor;
-engines of equal layouts cut their parameters into equal chunks, wherever they take them from.
+Invariants: a host takes every byte of every tensor from one rank, an engine rank from the one on its GPU if that has
+it; every byte of every parameter is written once, or only filled, or the plan is refused. A chunk is of one memory and
+one tensor; engines of equal layouts have equal chunks, wherever they take them from.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -29,7 +28,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`count` runs of `length` bytes, `step` bytes apart, from byte `at` of a memory on."""
+    """`count` runs of `length` bytes, `step` bytes apart, from `at` on."""
 
     memory: int
     at: int
@@ -39,7 +38,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A span, and where its runs go: `step` bytes apart from byte `to` on."""
+    """A span, and where its runs go."""
 
     span: Span
     to: int
@@ -47,7 +46,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
-    """A Hugging Face tensor, or the part of it that one rank hands over."""
+    """A Hugging Face tensor, or one rank's part of it."""
 
     name: str
     num_bytes: int  # of the whole tensor
@@ -55,7 +54,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """This is what has one digest: bytes of one memory, in this order."""
+    """What has one digest: bytes in this order."""
 
     parameters: tuple[str, ...]  # of the engine rank: where each block goes
     blocks: tuple[Block, ...]
@@ -66,13 +65,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Return where its bytes go."""
-        return (*self.parameters, *((b.to, b.step, b.span.length, b.span.count) for b in self.blocks))
+        return (*self.parameters, *map(_place, self.blocks))
 
 
 class Copy(NamedTuple):
-    """This is what a loader did: a grid of elements of a tensor copied to a grid in a parameter, or filled without a
-    source."""
+    """What a loader did: a grid copied, or filled."""
 
     tensor: str  # empty for a fill
     at: int  # first byte in the tensor
@@ -96,7 +93,7 @@ class _Runs(NamedTuple):
 
 
 def held(index: Ints, own: range, *, memory: int, at: int, item_bytes: int) -> tuple[Block, ...]:
-    """Blocks of a tensor that lie in one shard.
+    """Return the blocks of a tensor that lie in one shard.
 
     Args:
         index: of every element of the tensor, its number among those of all shards one after the other; [N].
@@ -109,18 +106,18 @@ def held(index: Ints, own: range, *, memory: int, at: int, item_bytes: int) -> t
 
 
 def merged(parts: Sequence[tuple[int, Sequence[Held]]], hosts: Sequence[int], here: int) -> tuple[Held, ...]:
-    """All tensors, whole, for one host. Of equal parts a host takes its own, otherwise one of a rank that has had to
-    give the fewest bytes so far. Raises WeightSyncError, for every host alike, where a tensor would not be whole.
+    """Return all tensors for one host: of equal parts its own, else one of a rank that has given the fewest bytes.
+    Raises WeightSyncError, on every host alike, where one is not whole.
 
     Args:
-        parts: per rank, how many memories it has, and what it holds in them. They are numbered on over the ranks.
+        parts: per rank, how many memories it has, which are numbered on over the ranks, and what it holds.
         hosts: of each rank, from 0 on.
     """
     first = [0, *accumulate(num_memories for num_memories, _ in parts)]
     copies: dict[tuple[Any, ...], dict[int, Held]] = defaultdict(dict)  # equal parts by rank
     for rank, (_, tensors) in enumerate(parts):
         for tensor in tensors:
-            copies[tensor.name, *((b.to, b.step, b.span.length, b.span.count) for b in tensor.blocks)][rank] = tensor
+            copies[tensor.name, *map(_place, tensor.blocks)][rank] = tensor
     given: dict[tuple[int, bool], int] = defaultdict(int)  # by rank, on its own host or to others
     for host in range(here + 1):  # of those before, what they are given alone: where a part lies differs, and no more
         ranks = [_giver(equal, hosts, host, given) for equal in copies.values()]
@@ -134,6 +131,33 @@ def merged(parts: Sequence[tuple[int, Sequence[Held]]], hosts: Sequence[int], he
     return tuple(found.values())
 
 
+def nearer(tensors: Sequence[Held], places: Mapping[int, Mapping[str, int]], memory: int) -> tuple[Held, ...]:
+    """Return the tensors of which `memory` has parts equal to those of others, with these in their place.
+
+    Args:
+        places: by memory, the first byte of each part, by a name that equal ones share.
+    """
+    parts = {number: sorted((at, name) for name, at in of.items()) for number, of in places.items()}
+    starts = {number: [at for at, _ in of] for number, of in parts.items()}
+
+    def near(block: Block) -> Block:
+        span = block.span
+        if span.memory not in parts:
+            return block
+        start, name = parts[span.memory][bisect(starts[span.memory], span.at) - 1]
+        at = places[memory].get(name)
+        if at is None:
+            return block
+        return Block(Span(memory, at + span.at - start, span.step, span.length, span.count), block.to, block.step)
+
+    found = (Held(tensor.name, tensor.num_bytes, tuple(map(near, tensor.blocks))) for tensor in tensors)
+    return tuple(one for one, tensor in zip(found, tensors, strict=True) if one != tensor)
+
+
+def _place(block: Block) -> tuple[int, int, int, int]:
+    return block.to, block.step, block.span.length, block.span.count
+
+
 def _giver(equal: Mapping[int, Held], hosts: Sequence[int], host: int, given: dict[tuple[int, bool], int]) -> int:
     near = [rank for rank in equal if hosts[rank] == host]
     rank = min(near or equal, key=lambda rank: given[rank, bool(near)])
@@ -142,7 +166,7 @@ def _giver(equal: Mapping[int, Held], hosts: Sequence[int], host: int, given: di
 
 
 def covered(spans: Iterable[Span]) -> list[tuple[int, int]]:
-    """Return (first byte, end) of what spans of one memory cover, in order, as few as there can be."""
+    """Return (first byte, end) of what spans of one memory cover, as few as there can be."""
     runs = _expanded([Block(span, 0, 0) for span in spans])
     order = np.argsort(runs.at)
     start, end = runs.at[order], np.maximum.accumulate((runs.at + runs.length)[order])
@@ -158,11 +182,10 @@ def _moved(span: Span, by: int) -> Span:
 def chunks(
     copies: Mapping[str, Iterable[Copy]], sizes: Mapping[str, int], tensors: Sequence[Held]
 ) -> tuple[Chunk, ...]:
-    """The plan of one engine rank. Raises WeightSyncError where its parameters would not be written once.
+    """Return the plan of one engine rank. Raises WeightSyncError where its parameters would not be written once.
 
     Args:
         copies: by parameter, all that its loader did.
-        sizes: bytes of all parameters.
         tensors: whole.
     """
     sources = {tensor.name: _expanded(tensor.blocks) for tensor in tensors}
@@ -185,7 +208,7 @@ _NOTHING = _Runs(*(np.zeros(0, np.int64) for _ in range(4)))
 
 
 def _runs_of(copy: Copy) -> _Runs:
-    """Return the runs of a grid, in its order; `at` counts within the tensor."""
+    """Return the runs of a grid, in its order."""
     length = copy.item_bytes
     grid = [axis for axis in zip(copy.shape, copy.to_steps, copy.at_steps, strict=True) if axis[0] != 1]
     while grid and grid[-1][1] == grid[-1][2] == length:
@@ -198,7 +221,7 @@ def _runs_of(copy: Copy) -> _Runs:
 
 
 def _joined(copy: Copy, source: _Runs | None) -> _Runs:
-    """Join from the trainer's memory to the parameter: each run of the copy, cut where the tensor's runs end."""
+    """Cut each run of the copy where the tensor's runs end."""
     runs = _runs_of(copy)
     if source is None:
         raise WeightSyncError(f"{copy.tensor} is loaded by the engine and held by no rank of the trainer")
@@ -214,7 +237,7 @@ def _joined(copy: Copy, source: _Runs | None) -> _Runs:
 
 
 def _check_once(name: str, runs: _Runs, num_bytes: int, fills: list[_Runs]) -> None:
-    """Check whether the runs write each byte once, but for those that are only filled."""
+    """Raises WeightSyncError unless each byte is written once, or only filled."""
     order = np.argsort(runs.to)
     start, end = runs.to[order], (runs.to + runs.length)[order]
     if np.any(start[1:] < end[:-1]):
@@ -237,7 +260,7 @@ def _expanded(blocks: Sequence[Block]) -> _Runs:
 
 
 def _blocks(runs: _Runs) -> tuple[Block, ...]:
-    """Return as few blocks as evenly spaced runs allow, sorted by memory and then by where they go."""
+    """Return as few as evenly spaced runs allow, sorted by memory and target."""
     if not len(runs.to):
         return ()
     runs = runs.pick(np.lexsort((runs.to, runs.memory)))
@@ -268,7 +291,6 @@ def _blocks(runs: _Runs) -> tuple[Block, ...]:
 
 
 def _cut(block: Block) -> Iterator[Block]:
-    """Cut in pieces of at most `PIECE_BYTES`."""
     span = block.span
     rows = max(1, PIECE_BYTES // span.length)
     for row in range(0, span.count, rows):
@@ -290,7 +312,6 @@ def _grouped(pieces: Iterable[tuple[str, Block]]) -> Iterator[list[tuple[str, Bl
 
 
 def _chunk(group: list[tuple[str, Block]], every: int) -> Chunk:
-    """Args: every: of so many numbers, one after the other, each is that of a memory."""
     number = group[0][1].span.memory
     blocks = (Block(_moved(block.span, number % every - number), block.to, block.step) for _, block in group)
     return Chunk(tuple(parameter for parameter, _ in group), tuple(blocks))

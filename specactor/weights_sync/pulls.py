@@ -1,8 +1,7 @@
-"""How the engines of all hosts pull: which memory each host's read, what crosses between hosts, who digests what.
+"""How the engines of all hosts pull: which memory each reads, what crosses, who digests what.
 
-Invariants: a host takes what its own ranks hold from them, and nothing crosses that none of its engines reads; what
-crosses does so once per host; whatever way bytes took, their digest is that of their owner; owners whose bytes go to
-one place in engines of different hosts have equal digests.
+Invariants: what crosses does so once per host, and only what no rank of it holds and an engine of it reads; a digest is
+that of the owner; owners whose bytes go to one place in several engines have equal digests.
 """
 
 from __future__ import annotations
@@ -14,63 +13,70 @@ import msgspec
 
 from specactor.parallel.collective import Collective
 from specactor.weights_sync.digest import digest_of, digest_spans
-from specactor.weights_sync.memory import Address, SharedCopy, open_address, room_bytes
-from specactor.weights_sync.messages import Holding, PullReply
+from specactor.weights_sync.memory import SharedCopy, open_address, room_bytes
+from specactor.weights_sync.messages import Holding, PlanReply, PullReply
 from specactor.weights_sync.mirrors import Crossing, Mirrors, crossings
-from specactor.weights_sync.plan import Chunk, Span, merged
+from specactor.weights_sync.plan import Chunk, Span, merged, nearer
 
 Spans = tuple[Span, ...]
 
 
 class JobPlan:
-    """It says how all engines pull, as seen by one rank."""
-
     def __init__(
         self, collective: Collective, holdings: Sequence[Holding], hosts: Sequence[int], on_device: SharedCopy | None
     ) -> None:
-        """Raises WeightSyncError on all ranks where they do not hold all of the model.
-
-        Args:
-            holdings: by rank.
-            hosts, on_device: see `WeightSource`.
-        """
+        """Raises WeightSyncError on all ranks where `holdings`, by rank, are not all of the model."""
         self._collective, self._hosts, self._on_device = collective, hosts, on_device
         self._owner = [rank for rank, each in enumerate(holdings) for _ in each.addresses]
         here, addresses = hosts[collective.rank], [address for each in holdings for address in each.addresses]
         tensors = merged([(len(each.addresses), each.tensors) for each in holdings], hosts, here)
         self._mirrors = Mirrors(collective, hosts)
         seen = tuple(a if hosts[owner] == here else None for a, owner in zip(addresses, self._owner, strict=True))
-        self.holding = Holding(addresses=seen, tensors=tensors)  # for the engines of this host
+        on_gpu = {number: address.gpu for number, address in enumerate(seen) if address is not None and address.gpu}
+        places = {number: holdings[self._owner[number]].places for number in on_gpu}
+        near = {gpu.uuid: nearer(tensors, places, number) for number, gpu in on_gpu.items()}
+        self.holding = Holding(addresses=seen, tensors=tensors, near=near)  # for the engines of this host
         self.key = _digest(self.holding)  # engines that took it know their plan by that
         self.num_bytes = sum(tensor.num_bytes for tensor in tensors)
         self.link_bytes = 0
+        self.through_host = ""  # why engines read host memory of what lies on their own GPU
         self.chunks: dict[int, list[tuple[Chunk, ...]]] = {}  # by engine of this rank, per rank of it
         self._order: list[list[Spans]] = [[] for _ in holdings]  # what each rank digests
-        # By spans: those which are to have the same digest, of owners on other hosts.
+        # By spans: those which are to have the same digest, of other owners.
         self._alike: defaultdict[Spans, dict[Spans, None]] = defaultdict(dict)
         self._crossings: list[Crossing] = []
         first = self._owner.index(collective.rank)
         own = holdings[collective.rank].addresses
-        self._memories = {first + i: open_address(_known(address), locked=False) for i, address in enumerate(own)}
+        self._memories = {first + i: open_address(address, locked=False) for i, address in enumerate(filter(None, own))}
 
-    def learn(self, chunks: dict[int, list[tuple[Chunk, ...]]]) -> str:
-        """Take what the engines of this rank planned: see the attribute. Return why this rank cannot take part;
-        otherwise, if anything crosses, `holding` is then that of the mirrors. Collective."""
-        self.chunks = chunks
+    def learn(self, replies: Mapping[int, Sequence[PlanReply]]) -> str:
+        """Take what this rank's engines planned; return why it cannot take part. Afterwards `holding` is that of the
+        mirrors. Collective."""
+        self.chunks = {engine: [reply.chunks for reply in ranks] for engine, ranks in replies.items()}
         mine = {
-            (chunk.spans, _digest((number, len(ranks), chunk.place))): None
-            for ranks in chunks.values()
-            for number, part in enumerate(ranks)
-            for chunk in part
+            (chunk.spans, _digest((number, len(ranks), chunk.place)), chunk.spans[0].memory in reply.on_gpu): None
+            for ranks in replies.values()
+            for number, reply in enumerate(ranks)
+            for chunk in reply.chunks
         }
-        told = self._collective.gather(tuple(mine), tuple[tuple[Spans, int], ...])
+        reasons = [reply.through_host for ranks in replies.values() for reply in ranks]
+        if self._on_device is not None:
+            reasons.append(self._on_device.refusal)
+        everyone = self._collective.gather(
+            (tuple(mine), next(filter(None, reasons), "")), tuple[tuple[tuple[Spans, int, bool], ...], str]
+        )
+        told = [part for part, _ in everyone]
+        self.through_host = next((reason for _, reason in everyone if reason), "")
         first: dict[int, Spans] = {}  # by place in an engine
-        for spans, place in dict.fromkeys(pair for part in told for pair in part):
+        for spans, place in dict.fromkeys(each[:2] for part in told for each in part):
             if first.setdefault(place, spans) != spans:
                 self._alike[spans][first[place]] = None
-        for spans in dict.fromkeys(spans for part in told for spans, _ in part):
+        for spans in dict.fromkeys(spans for part in told for spans, _, _ in part):
             self._order[self._owner[spans[0].memory]].append(spans)
-        self._crossings = crossings([[spans for spans, _ in part] for part in told], self._owner, self._hosts)
+        if self._on_device is not None:
+            read = [spans for part in told for spans, _, on_gpu in part if not on_gpu]
+            self._on_device.read_by(s for spans in read for s in spans if s.memory in self._memories)
+        self._crossings = crossings([[spans for spans, _, _ in part] for part in told], self._owner, self._hosts)
         self.link_bytes = sum(crossing.end - crossing.start for crossing in self._crossings)
         if not self._crossings:
             return ""
@@ -82,12 +88,12 @@ class JobPlan:
         return problems[self._collective.rank]
 
     def bring(self) -> None:
-        """Bring to every host what its engines read of other hosts. Collective."""
+        """Have happen what crosses. Collective."""
         if self._crossings:
             self._mirrors.fill(self._crossings, self._memories.__getitem__)
 
     def digests(self) -> tuple[int, ...]:
-        """Those of all chunks that any engine takes from this rank."""
+        """Return those of all chunks that any engine takes from this rank."""
         own = self._order[self._collective.rank]
         if self._on_device is not None:
             return self._on_device.digests(own)
@@ -95,7 +101,7 @@ class JobPlan:
         return tuple(digest_spans(memories, spans) for spans in own)
 
     def wanted(self, digests: Sequence[Sequence[int]]) -> dict[Spans, int]:
-        """Return the digests that engines are to have; of every rank, `digests` are what its method returned."""
+        """Return the digests that engines are to have, from every rank's."""
         return {
             spans: digest
             for each, found in zip(self._order, digests, strict=True)
@@ -103,7 +109,7 @@ class JobPlan:
         }
 
     def apart(self, wanted: Mapping[Spans, int]) -> str:
-        """Return which parameters this rank's engines take from copies that differ between hosts; empty if none."""
+        """Return which parameters this rank's engines take from copies that differ."""
         others = {a: b for a, alike in self._alike.items() for b in alike if wanted[a] != wanted[b]}
         for chunk in (chunk for ranks in self.chunks.values() for part in ranks for chunk in part):
             if (other := others.get(chunk.spans)) is not None:
@@ -115,8 +121,7 @@ class JobPlan:
         return ""
 
     def difference(self, replies: Mapping[int, Sequence[PullReply]], wanted: Mapping[Spans, int]) -> str:
-        """Return which parameters of this rank's engines do not hold what the trainer has; empty if all do. `replies`
-        are by engine."""
+        """Return which parameters of this rank's engines are not the trainer's."""
         for engine, ranks in replies.items():
             for rank, (reply, chunks) in enumerate(zip(ranks, self.chunks[engine], strict=True)):
                 if problem := _difference(chunks, reply.digests, wanted):
@@ -124,7 +129,6 @@ class JobPlan:
         return ""
 
     def close(self) -> None:
-        """Give the mirrors back."""
         self._mirrors.close()
 
 
@@ -143,8 +147,3 @@ def _names(chunk: Chunk) -> str:
 
 def _digest(value: object) -> int:
     return digest_of(memoryview(msgspec.msgpack.encode(value)))
-
-
-def _known(address: Address | None) -> Address:
-    assert address is not None, "a rank names all of its own"
-    return address

@@ -1,4 +1,4 @@
-"""One push of weights, on one rank of the trainer; see `sender` for what all ranks do together."""
+"""One push of weights, on one rank of the trainer."""
 
 from __future__ import annotations
 
@@ -41,36 +41,28 @@ MOST_KEPT = 128  # mirrors that a host keeps until they are loaded: each is a fi
 
 
 class WeightSource(Protocol):
-    """It says where the tensors come from, on every rank: of a policy, `specactor.trainer.shards.RankShards` does."""
-
     @property
     def hosts(self) -> Sequence[int]:
-        """Return that of each rank, from 0 on; engines can open memory of their own."""
+        """Of each rank, from 0 on."""
         ...
 
     @property
     def on_device(self) -> SharedCopy | None:
-        """What is held and lies on a GPU; None where it lies in the memory that engines read."""
+        """What is held and lies on a GPU."""
         ...
 
     def rounds(self, capacity_bytes: int) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
-        """Per round, the (Hugging Face name, whole tensor) that this rank hands over.
-
-        Over all rounds and ranks these are all tensors of the model, once. May be collective; every round is walked to
-        its end.
-        """
+        """Per round, the (Hugging Face name, whole tensor) that this rank hands over: over all rounds and ranks all
+        tensors, once. May be collective; every round is walked to its end."""
         ...
 
     def held(self, capacity_bytes: int) -> Holding | None:
-        """Return what this rank hands over to its host and, where they have no equal, to others, as it lies in memory
-        that engines can read, current until the next change; None where there is none, or it would take more than
-        `capacity_bytes` besides. The same object while nothing moves."""
+        """Return what this rank has in memory that engines can read, current until the next change; None where it takes
+        more than `capacity_bytes` besides. The same object while nothing moves."""
         ...
 
 
 class TargetEngine(Protocol):
-    """An engine that takes weights."""
-
     @property
     def index(self) -> int: ...
 
@@ -80,8 +72,6 @@ class TargetEngine(Protocol):
 
 
 class RoundState(msgspec.Struct, frozen=True, kw_only=True):
-    """This is what a rank tells the others after packing a round."""
-
     bucket: Bucket | None  # its bucket, if it packed anything
     takes: bool  # whether it has engines
     last: bool  # whether it has no more rounds
@@ -89,15 +79,13 @@ class RoundState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PullState(msgspec.Struct, frozen=True, kw_only=True):
-    """This is what a rank tells the others after a pull."""
-
     digests: tuple[int, ...]  # of its own chunks, in the order of the plan
     unplanned: bool  # whether one of its engines has no such plan
     problem: str
 
 
 class Push:
-    """One push on one rank. It remembers the first problem and goes on walking, as the other ranks do."""
+    """It remembers the first problem and goes on, as the other ranks do."""
 
     def __init__(
         self,
@@ -132,7 +120,7 @@ class Push:
         self._device = torch.device("cpu")  # of the tensors that were packed
 
     def stream(self, call: str, source: WeightSource) -> None:
-        """Pack, exchange and send round by round. Returns when every engine has answered to all."""
+        """Pack, exchange and send round by round."""
         self.num_bytes = self.num_rounds = 0
         self._sent, self._packed = [], {}
         num_hosts = len(set(self._hosts))  # a rank has a bucket of its own, and about one's mirror of each other host
@@ -147,11 +135,8 @@ class Push:
         self._wait()
 
     def resend(self) -> None:
-        """Have the buckets loaded as they are, and check that they still were what they had been: in all that time
-        nothing else wrote them, so what was wrong while it was loaded is wrong afterwards.
-
-        A bucket is checked while the next one is loaded.
-        """
+        """Have the buckets loaded, each checked while the next is."""
+        # Nothing else writes them meanwhile: what is wrong while it is loaded is wrong afterwards.
         for side, buckets in enumerate(self._sent):
             self._submit(LOAD, Round(buckets=buckets, checked=True))
             if side > 0:
@@ -168,7 +153,7 @@ class Push:
                     self.problem = self.problem or f"{slot.name} changed while it was loaded"
 
     def plan(self, holding: Holding, on_device: SharedCopy | None) -> tuple[str, JobPlan | None]:
-        """Have the engines plan how to pull, and compare by that plan what they loaded; why there can be none."""
+        """Have the engines plan, and compare what they loaded; return why there is no plan, or it."""
         holdings = self._collective.gather(holding, Holding)
         plan, refusal = None, ""
         try:
@@ -178,7 +163,7 @@ class Push:
         replies = self._ask_all(PLAN, plan.holding, PlanReply) if plan is not None else {}
         refusal = self._told(refusal, replies)
         if plan is not None and not refusal:
-            refusal = plan.learn({engine: [reply.chunks for reply in ranks] for engine, ranks in replies.items()})
+            refusal = plan.learn(replies)
             mirrored = plan.link_bytes and not self._collective.any(bool(refusal))
             refusal = self._told(refusal, self._ask_all(PLAN, plan.holding, PlanReply) if mirrored else {})
         if plan is None or refusal:
@@ -191,13 +176,13 @@ class Push:
         return "", plan
 
     def _told(self, refusal: str, replies: Mapping[int, Sequence[PlanReply]]) -> str:
-        """Return the first refusal, or problem, of all ranks and their engines. Collective."""
+        """Return the first refusal, or problem, of all. Collective."""
         refusals = [refusal, *(reply.refusal for ranks in replies.values() for reply in ranks), self.problem]
         told = self._collective.gather(next(filter(None, refusals), ""), str)
         return next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text), "")
 
     def pull(self, plan: JobPlan, *, copy: bool = True) -> bool:
-        """Have the engines copy all they need, digest the same here, and compare. False where one knows no plan."""
+        """Have the engines copy what they need, and compare digests. False where one knows no plan."""
         if copy:
             plan.bring()
         digests, message = list[tuple[int, ...]](), Pull(version=self.version, key=plan.key, copy=copy)
@@ -217,10 +202,8 @@ class Push:
         return True
 
     def commit(self) -> None:
-        """Finish on all engines; where a rank has met a problem before, end all engines instead.
-
-        An engine that fails in the commit itself ends those of its rank; the push then fails on all ranks.
-        """
+        """Finish on all engines, or end all where a rank has met a problem. One that fails in the commit ends those of
+        its rank; the push then fails."""
         failed = self._collective.any(bool(self.problem))
         if not failed:
             self._submit(COMMIT, Commit(version=self.version))
@@ -250,7 +233,6 @@ class Push:
         self._threads.shutdown(wait=True)
 
     def held(self, source: WeightSource) -> Holding | None:
-        """Return what the source holds; where its memory cannot be shared, a problem."""
         try:
             return source.held(self._config.bucket_bytes)
         except (OSError, WeightSyncError) as error:
@@ -268,7 +250,6 @@ class Push:
         return None
 
     def _pack(self, side: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Bucket | None:
-        """Copy the round's tensors into one bucket; None when there are none. That bucket's last reader is done."""
         slots: list[Slot] = []
         used = 0
         for name, tensor in tensors:
@@ -291,7 +272,7 @@ class Push:
         return Bucket(version=self.version, address=address, slots=tuple(slots), of_gpu=of_gpu)
 
     def _room(self, side: int, num_bytes: int) -> torch.Tensor:
-        """The bucket's memory, grown where one tensor alone is larger than a bucket, or alignment needs it."""
+        """Return the bucket, grown where one tensor or alignment needs it."""
         while len(self._buffers) <= side:
             self._buffers.append(SharedBuffer(max(num_bytes, self._config.bucket_bytes)))
         old = self._buffers[side]
@@ -302,7 +283,7 @@ class Push:
         return self._buffers[side].data
 
     def _exchange(self, call: str, bucket: Bucket | None, side: int, *, last: bool) -> bool:
-        """Tell all ranks what was packed, and have this rank's engines take it; whether all ranks are done."""
+        """Return whether all ranks are done. Collective."""
         own = RoundState(bucket=bucket, takes=bool(self._engines), last=last, problem=self.problem)
         states = self._collective.gather(own, RoundState)
         packed = {rank: state.bucket for rank, state in enumerate(states) if state.bucket is not None}
@@ -321,8 +302,7 @@ class Push:
         return all(state.last for state in states)
 
     def _mirrored(self, call: str, packed: dict[int, Bucket], takers: Sequence[int], side: int) -> list[Bucket]:
-        """Have buckets cross to the hosts that take them, unless what crossed to be checked was kept; return them as
-        engines of this one see them. Collective."""
+        """Have buckets cross unless they were kept; return them as engines of this host see them. Collective."""
         here, rank, number = self._hosts[self._collective.rank], self._collective.rank, len(self._sent)
         ends = {owner: max(slot.offset + slot.num_bytes for slot in bucket.slots) for owner, bucket in packed.items()}
         crossings = [
@@ -355,7 +335,7 @@ class Push:
         ]
 
     def _has_room(self, number: int, crossings: Sequence[Crossing]) -> bool:
-        """Return whether every host can keep a round until it is loaded; otherwise it crosses twice. Collective."""
+        """Return whether every host can keep a round until it is loaded. Collective."""
         while len(self._mirrors) <= number + 2:
             self._mirrors.append(Mirrors(self._collective, self._hosts))
         if self._keepable is None:
@@ -375,7 +355,6 @@ class Push:
     def _ask_all(
         self, call: str, message: Holding | Pull, kind: type[T], meanwhile: Callable[[], None] = lambda: None
     ) -> dict[int, list[T]]:
-        """Return all ranks' answers, of this rank's engines that answered."""
         self._replies = {}
         self._submit(call, message)
         meanwhile()
@@ -391,7 +370,6 @@ class Push:
         self._replies[engine.index] = replies
 
     def _wait(self) -> None:
-        """Until this rank's engines have read all that was submitted."""
         for future in self._pending:
             try:
                 future.result()

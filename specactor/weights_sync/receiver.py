@@ -1,19 +1,15 @@
-"""The engine's end of a weight sync: runs inside every engine rank, as rank calls.
+"""The engine's end of a weight sync: rank calls inside every engine rank.
 
-The first version is loaded by the model's own loader, which is watched; where that gives a plan, later versions are
-copied by it straight out of the trainer's memory.
-
-Invariants: nothing is loaded before its digest was compared with the source's (the sender compares again, after the
-load, what was not compared in the same call); what was loaded is read back from the parameters and compared bit for
-bit; what was copied by the plan is answered with its digest in the parameters; a version is committed only if every
-element of every parameter was written.
+Invariants: nothing is loaded before its digest was compared with the source's, or else the sender compares afterwards;
+what was loaded is read back bit for bit; what the plan copied is answered with its digest; a version is committed only
+if every element of every parameter was written.
 """
 
 from __future__ import annotations
 
 import bisect
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -22,11 +18,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specactor.errors import WeightSyncError
+from specactor.parallel.devices import gpu_uuid
 from specactor.weights_sync import plan
 from specactor.weights_sync.buckets import Slot
+from specactor.weights_sync.cuda_ipc import Allocations, OpenedMemory
 from specactor.weights_sync.digest import Memory, copy_and_digest, digest_of
 from specactor.weights_sync.memory import Address, open_address, pull_on_device, read_only, unregister
 from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Holding, PlanReply, Pull, PullReply, Round
+from specactor.weights_sync.plan import Held
 
 _MAX_VIEWS = 256  # mapped buckets and mirrors that are kept; `push.MOST_KEPT` is half of it
 
@@ -38,8 +37,6 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.at
 
 
 class EngineRank(Protocol):
-    """This is what the receiver needs of the engine rank that it runs in."""
-
     model: torch.nn.Module
     tp_rank: int
 
@@ -51,8 +48,6 @@ class EngineRank(Protocol):
 
 
 class _WriteAudit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every write while a model loads weights, so that it can be compared with its source afterwards."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -63,7 +58,7 @@ class _WriteAudit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # nothing is compiled here, and the wrapper would double the cost of every operation
 
     def take(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
-        """(target, source) of every copy and the target of every fill since the last call."""
+        """Return every copy and fill since the last call."""
         copies, fills = self._copies, self._fills
         self._copies, self._fills = [], []
         return copies, fills
@@ -80,12 +75,10 @@ class _WriteAudit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Mismatch(Exception):  # noqa: N818
-    """This is what is wrong with the tensor at hand."""
+    """What is wrong with a tensor."""
 
 
 class _Arrived(NamedTuple):
-    """A tensor in a bucket, and its bytes as they are hashed the fastest."""
-
     slot: Slot
     tensor: torch.Tensor
     raw: memoryview | torch.Tensor
@@ -104,7 +97,7 @@ def _places(tensors: Iterable[tuple[str, torch.Tensor]]) -> _Places:
 
 
 def _place(places: _Places, part: torch.Tensor) -> tuple[str, int]:
-    """Name of the tensor that this is a part of, and its first byte in there; "" if it is of none."""
+    """Return (tensor that this is a part of, or ""; its first byte there)."""
     found = bisect.bisect(places, (part.data_ptr(), 2**63, "")) - 1
     offset = part.data_ptr() - places[found][0]
     return (places[found][2], offset) if found >= 0 and offset < max(1, places[found][1]) else ("", 0)
@@ -112,7 +105,7 @@ def _place(places: _Places, part: torch.Tensor) -> tuple[str, int]:
 
 @dataclass
 class _Watched:
-    """This is what the loader of a version did to the parameters, for the plan of the next."""
+    """What the loader did, for the next plan."""
 
     parameters: _Places
     sources: _Places = field(default_factory=list)  # what is being loaded
@@ -120,7 +113,6 @@ class _Watched:
     refusal: str = ""
 
     def note(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
-        """A copy, or a fill."""
         parameter, to = _place(self.parameters, target)
         tensor, at = _place(self.sources, source) if source is not None else ("", 0)
         if not target.numel() or (source is None and not parameter):
@@ -143,18 +135,18 @@ class _Plan:
     key: int
     chunks: tuple[plan.Chunk, ...]
     sizes: dict[str, int]
-    memories: list[Memory | torch.Tensor | None]
-    """On the host, or locked for a GPU; None where nothing is taken from."""
+    memories: list[Memory | torch.Tensor | OpenedMemory | None]
+    """On the host, locked for a GPU, or on this rank's own GPU; None where nothing is taken from."""
+    through_host: str
 
 
 class Receiver:
-    """State of one engine rank between the messages of a sync."""
-
     def __init__(self) -> None:
         self._watched = _Watched([])
         self._plan: _Plan | None = None
         self._pulled = False  # whether the open version came by the plan
         self._views: dict[Address, torch.Tensor] = {}
+        self._on_gpu = Allocations()
         self._written: dict[int, dict[tuple[int, tuple[int, ...]], int]] = {}
         self._open_version: int | None = None
         self._at = ""  # name of the tensor that is being loaded
@@ -166,7 +158,6 @@ class Receiver:
         self._views.clear()
 
     def check(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer a `Round`: do its bytes have the digests that they had at their source?"""
         try:
             for bucket in msgspec.msgpack.decode(payload, type=Round).buckets:
                 for arrived in self._arrived(rank, bucket):
@@ -176,7 +167,6 @@ class Receiver:
         return msgspec.msgpack.encode(CheckReply())
 
     def load(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer a `Round`: check each tensor unless that was done, load it, read it back."""
         message = msgspec.msgpack.decode(payload, type=Round)
         for bucket in message.buckets:
             if self._open_version != bucket.version:
@@ -196,7 +186,7 @@ class Receiver:
         return msgspec.msgpack.encode(CheckReply())
 
     def plan(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer all ranks' `Holding`, after a whole version was loaded: how to copy the next one."""
+        """Learn, after a whole version was loaded, how to copy the next."""
         message = msgspec.msgpack.decode(payload, type=Holding)
         self.close()  # what was loaded out of buckets is loaded
         opened = read_only if next(rank.model.parameters()).device.type == "cpu" else open_address
@@ -206,29 +196,50 @@ class Receiver:
                 self._plan = self._planned(rank.model, message)
             if self._plan is None or self._plan.key != message.planned:
                 raise WeightSyncError("the engine has no plan that what other hosts send belongs to")
+            read = {block.span.memory for chunk in self._plan.chunks for block in chunk.blocks}
             for number, address in enumerate(message.addresses):
-                if address is not None:
+                if address is not None and number in read and self._plan.memories[number] is None:
                     self._plan.memories[number] = opened(address)
         except (OSError, WeightSyncError) as error:
             self._forget_plan()
             return msgspec.msgpack.encode(PlanReply(refusal=str(error)))
         self._plan = replace(self._plan, key=digest_of(memoryview(payload)))
-        return msgspec.msgpack.encode(PlanReply(chunks=() if message.planned else self._plan.chunks))
+        if message.planned:
+            return msgspec.msgpack.encode(PlanReply())
+        on_gpu = tuple(i for i, memory in enumerate(self._plan.memories) if isinstance(memory, OpenedMemory))
+        reply = PlanReply(chunks=self._plan.chunks, on_gpu=on_gpu, through_host=self._plan.through_host)
+        return msgspec.msgpack.encode(reply)
 
     def _planned(self, model: torch.nn.Module, everything: Holding) -> _Plan:
-        """Join what was watched with what the trainer holds; nothing is opened yet."""
+        """Join what was watched with what the trainer holds."""
         watched = self._watched
         if watched.parameters != _places(model.named_parameters()):
             raise WeightSyncError("the engine's parameters moved while they were loaded")
         if watched.refusal:
             raise WeightSyncError(watched.refusal)
         sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-        chunks = plan.chunks(watched.copies, sizes, everything.tensors)
         _flat(model, sizes)
-        return _Plan(everything.planned, chunks, sizes, [None] * len(everything.addresses))
+        on_gpu, near, reason = self._opened_on_gpu(everything, next(model.parameters()).device)
+        tensors = {tensor.name: tensor for tensor in (*everything.tensors, *near)}
+        chunks = plan.chunks(watched.copies, sizes, tuple(tensors.values()))
+        memories = [on_gpu.get(number) for number in range(len(everything.addresses))]
+        return _Plan(everything.planned, chunks, sizes, [*memories], reason)
+
+    def _opened_on_gpu(
+        self, everything: Holding, device: torch.device
+    ) -> tuple[dict[int, OpenedMemory], Sequence[Held], str]:
+        """Return the memories on this rank's GPU, what is better taken there, and why nothing is."""
+        memories = {i: each.gpu for i, each in enumerate(everything.addresses) if each is not None and each.gpu}
+        if not memories:
+            return {}, (), ""
+        try:
+            uuid = gpu_uuid(device.index)
+            own = {number: memory for number, memory in memories.items() if memory.uuid == uuid}
+            return self._on_gpu.open(own, device.index), everything.near.get(uuid, ()), ""
+        except (OSError, WeightSyncError) as error:
+            return {}, (), str(error)
 
     def pull(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer a `Pull`: what the parameters hold after all were copied by the plan."""
         message = msgspec.msgpack.decode(payload, type=Pull)
         if self._plan is None or self._plan.key != message.key:
             return msgspec.msgpack.encode(PullReply(unplanned=True))
@@ -258,7 +269,7 @@ class Receiver:
         self._plan = None
 
     def commit(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer a `Commit`: is the whole model at this version? Drops the caches of the old one."""
+        """Return whether the whole model is at this version."""
         commit = msgspec.msgpack.decode(payload, type=Commit)
         if self._open_version != commit.version:
             return msgspec.msgpack.encode(CheckReply(problem=f"version {commit.version} was never loaded"))
@@ -279,7 +290,6 @@ class Receiver:
         self._watched = _Watched(_places(rank.model.named_parameters()))
 
     def _arrived(self, rank: EngineRank, bucket: Bucket) -> list[_Arrived]:
-        """The bucket's tensors, without a copy, or on the rank's GPU."""
         data = self._open(bucket.address)
         if bucket.of_gpu:
             data = data.to(next(rank.model.parameters()).device)
@@ -295,8 +305,7 @@ class Receiver:
         return arrived
 
     def _fed(self, tensors: list[_Arrived], audit: _WriteAudit, *, check: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hand them to the model's loader, each checked just before and read back just after: both find the bytes in
-        the processor's cache. Creates no tensors, which would cost as much as the copying."""
+        """Hand them to the loader, each checked just before and read back just after."""
         for arrived in tensors:
             if check:
                 _check(arrived)
@@ -312,7 +321,6 @@ class Receiver:
         return self._views[address]
 
     def _read_back(self, audit: _WriteAudit) -> None:
-        """Compare what was written with its source, and count its elements."""
         copies, fills = audit.take()
         for target, source in copies:
             if not _same_bits(target, source):
@@ -334,8 +342,7 @@ class Receiver:
 
 
 def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Return whether a copy holds its source, which may be of another device, type or shape: it is brought to the
-    target's."""
+    """The source is brought to the target's device, type and shape."""
     if source.device != target.device or source.dtype != target.dtype or source.shape != target.shape:
         source = source.to(target.device, target.dtype).expand_as(target)
     if target.device.type == "cpu" and target.is_contiguous() and source.is_contiguous():
@@ -345,7 +352,7 @@ def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _flat(model: torch.nn.Module, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-    """The bytes of every parameter. Raises WeightSyncError where they are not those of the plan."""
+    """Raises WeightSyncError where bytes do not lie as the plan has them."""
     found = {}
     for name, parameter in model.named_parameters():
         if not parameter.is_contiguous() or parameter.numel() * parameter.element_size() != sizes.get(name):

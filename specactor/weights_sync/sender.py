@@ -1,17 +1,13 @@
 """The trainer's end of a weight sync.
 
-Engines copy the weights by a plan out of memory of their host, while the trainer digests the same bytes: the trainer's
-own, or its mirror where only ranks of another host have them. The plan is learned from a first push, and from any that
-finds an engine without it, as follows: in every round each rank packs the parameters that it hands over into one of its
-two buckets of shared memory; then all ranks exchange what they packed, buckets cross to other hosts, and each engine's
-owner asks the engine's ranks to take them, while the next round is packed into the others. All pushes go that way where
-there is no plan.
+Engines copy the weights by a plan, while the trainer digests the same bytes. A push without one goes by buckets, and
+learns it: in every round each rank packs what it hands over into one of two, which engines take while the next round is
+packed.
 
-Invariants: a rank has at most two buckets, and mirrors of some of other hosts; where there is memory for it, of all
-that crosses in a push by buckets, which then does so once. In such a push nothing is loaded anywhere before all tensors
-were checked on all engine ranks, so a corrupt stream leaves the engines at their old version; in one by the plan every
-digest of what an engine's parameters hold is compared before it goes on. All trainer ranks return, or all raise
-WeightSyncError; an engine that fails between the first write and the commit is killed, since it holds a mixture.
+Invariants: by buckets nothing is loaded anywhere before all tensors were checked on all engine ranks, so a corrupt
+stream leaves the old version; by the plan every digest of what parameters hold is compared before an engine goes on.
+All trainer ranks return, or all raise WeightSyncError; an engine that fails between the first write and the commit is
+killed, since it holds a mixture.
 """
 
 from __future__ import annotations
@@ -31,13 +27,12 @@ from specactor.weights_sync.push import Push, TargetEngine, WeightSource
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """This is what one push moved. Equal on all ranks but for the time."""
-
     num_bytes: int  # of the model's tensors, counted once, however many engines take them
     num_rounds: int  # of buckets; 0 where engines took the weights by the plan
     seconds: float
     link_bytes: int = 0  # of tensors, from host to host
     note: str = ""  # why there will be no plan; said once
+    through_host: str = ""  # why engines read host memory of what lies on their own GPU; said once
 
     @property
     def gb_per_s(self) -> float:
@@ -45,8 +40,6 @@ class SyncReport:
 
 
 class WeightSender:
-    """Pushes versions of the policy into the engines; keeps its buffers, or the plan, between pushes."""
-
     def __init__(self, config: WeightsSyncConfig, collective: Collective) -> None:
         self._config = config
         self._collective = collective
@@ -57,15 +50,12 @@ class WeightSender:
         self._refused: Holding | None = None  # of which there is no plan
 
     def push(self, source: WeightSource, engines: Sequence[TargetEngine], *, version: int) -> SyncReport:
-        """Bring all engines of all ranks to `version`. Collective; `engines` are those that this rank owns.
-
-        Raises WeightSyncError on every rank when any engine rank did not take the weights; CopiesDifferError where that
-        would be so again, with new engines, too.
-        """
+        """Bring all engines of all ranks to `version`. Collective. Raises WeightSyncError on every rank if an engine
+        rank did not take the weights, CopiesDifferError where new ones would not either."""
         start = time.perf_counter()
         self._mirrors = self._mirrors or [Mirrors(self._collective, source.hosts) for _ in range(2)]
         push = Push(self._config, self._collective, source.hosts, self._buffers, self._mirrors, engines, version)
-        note, holding = "", push.held(source)
+        note, through_host, holding = "", "", push.held(source)
         try:
             if not self._pulled(push, holding):
                 push.stream(CHECK, source)
@@ -75,6 +65,7 @@ class WeightSender:
                 else:  # the buckets still hold the whole model
                     push.resend()
                 note = self._make_plan(push, holding, source.on_device)
+                through_host = self._plan.through_host if self._plan is not None else ""
             push.commit()
             push.agree("load")
         finally:
@@ -87,18 +78,19 @@ class WeightSender:
             seconds=time.perf_counter() - start,
             link_bytes=push.link_bytes,
             note=note,
+            through_host=through_host,
         )
 
     def _pulled(self, push: Push, holding: Holding | None) -> bool:
-        """Return whether all engines of all ranks took the weights by the plan, or one met a problem. Collective, and
-        so also the point from which on no rank changes its weights."""
+        """Return whether all engines took the weights by the plan, or one met a problem. Collective: from here on no
+        rank changes its weights."""
         if self._collective.any(self._plan is None or self._planned is not holding):
             return False
         assert self._plan is not None
         return push.pull(self._plan)
 
     def _make_plan(self, push: Push, holding: Holding | None, on_device: SharedCopy | None) -> str:
-        """Make the plan of what the engines just loaded, and prove it on that; why there is none. Collective."""
+        """Make a plan of what the engines just loaded, and prove it on that; return why there is none. Collective."""
         if self._plan is not None:
             self._plan.close()
         self._plan = None
@@ -113,7 +105,6 @@ class WeightSender:
         return note
 
     def close(self) -> None:
-        """Give the buffers back."""
         for buffer in self._buffers:
             buffer.close()
         self._buffers.clear()

@@ -39,6 +39,8 @@ from specactor.parallel.layout import Layout  # noqa: E402
 from specactor.trainer import shards as shards_module  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from specactor.trainer.shards import RankShards, share  # noqa: E402
+from specactor.weights_sync import memory  # noqa: E402
+from specactor.weights_sync.cuda_ipc import GpuMemory, Part, Places  # noqa: E402
 from specactor.weights_sync.sender import WeightSender  # noqa: E402
 from tests.lib.simulated_cuda import simulated  # noqa: E402
 from tests.lib.simulated_cuda_cases import Engine  # noqa: E402
@@ -87,6 +89,40 @@ def trainer_of(folder: Path) -> PolicyTrainer:
     return PolicyTrainer(config, layout, folder / "model")
 
 
+def beside_an_equal_rank(source: RankShards, exported: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What it hands over to the host, and on its GPU alone since another rank of the host gives it to the host."""
+    source._equal_shards = source._equal_whole = source._equal_experts = [1, 0]
+    generation = 1
+
+    def places(tensors: Any, starts: Any) -> Places:
+        parts = tuple(Part(at, tensor.nbytes, 0, 3 * at) for tensor, at in zip(tensors, starts, strict=False))
+        return parts, ((0, generation),)
+
+    def exporting(device: int, where: Places) -> GpuMemory:
+        return GpuMemory(uuid=f"GPU-{device}", handles=(b"",), parts=where[0])
+
+    with patch.multiple(memory, places=places, exported=exporting):
+        holding = source.held(2**40)
+        assert holding is not None
+        same = source.held(2**40) is holding
+        generation = 2
+        moved = source.held(2**40) is not holding
+    [address] = holding.addresses
+    assert address is not None
+    assert address.gpu is not None
+    ends = {name: at for name, at in holding.places.items() if at >= address.num_bytes}
+    return {
+        "given": {tensor.name for tensor in holding.tensors} < {*exported},
+        "in the copy": max(block.span.at for tensor in holding.tensors for block in tensor.blocks) < address.num_bytes,
+        "both": 0 < len(ends) < len(holding.places),
+        "all": sorted(holding.places) == sorted(source._name_of_part(*pair) for pair in source._parameters),
+        "parts": [part.at for part in address.gpu.parts] == [*holding.places.values()],
+        "gpu": address.gpu.uuid == "GPU-1",
+        "same": same,
+        "moved": moved,
+    }
+
+
 def main(library: Path, folder: Path) -> None:
     trainer = trainer_of(folder)
     exported = {name: tensor.clone() for name, tensor in trainer.named_weights()}
@@ -111,6 +147,7 @@ def main(library: Path, folder: Path) -> None:
                 tensor.mul_(2)
         found["bytes"] = sum(tensor.nbytes for tensor in exported.values())
         found["devices"] = sorted({str(tensor.device) for tensor in model.weights.values()})
+        found["beside an equal rank"] = beside_an_equal_rank(RankShards(policy), exported)
         source = RankShards(policy)
         with patch.object(shards_module, "room_bytes", lambda ranks: found.setdefault("ranks", ranks) and 1000):
             found["no room"] = [source.held(2**40) is None, source.on_device is None]

@@ -14,7 +14,7 @@ from specactor.actor import SpecActor
 from specactor.config import EngineConfig
 from specactor.errors import CopiesDifferError, EngineError, WeightSyncError
 from specactor.weights_sync.memory import SharedBuffer
-from specactor.weights_sync.messages import Holding
+from specactor.weights_sync.messages import Holding, PlanReply
 from specactor.weights_sync.plan import Block, Chunk, Held, Span
 from specactor.weights_sync.pulls import JobPlan
 from tests.weights_sync.test_hosts import SIZE, Job, Rank
@@ -142,7 +142,10 @@ def test_a_copy_is_compared_with_all_that_go_to_its_places() -> None:
         plan = JobPlan(collective, holdings, range(world), None)
         part = (Chunk(("norm",), (Block(Span(rank, 0, 0, width, 1), 0, 0),)),)
         engines = {0: [part], 1: [part, part]}
-        plan.learn({index: engines[index] for index in {0: (0,), 1: (1,), 2: (0, 1)}[rank]})
+        replies = {
+            index: [PlanReply(chunks=each) for each in engines[index]] for index in {0: (0,), 1: (1,), 2: (0, 1)}[rank]
+        }
+        plan.learn(replies)
         found[rank] = plan.apart(plan.wanted(collective.gather(plan.digests(), tuple[int, ...])))
         plan.close()
 

@@ -14,7 +14,7 @@ from specactor.weights_sync.digest import digest
 
 FORMS: list[Callable[[torch.Tensor], int]] = [
     digest,
-    lambda tensor: module._device_digest(tensor.contiguous().view(-1).view(torch.uint8)),
+    lambda tensor: module.digest_of(tensor.contiguous().view(-1).view(torch.uint8)),
 ]
 
 
@@ -47,7 +47,7 @@ def test_the_device_form_is_the_same_in_one_piece_and_in_many() -> None:
     data = torch.randint(0, 256, (9 * 2**20,), dtype=torch.uint8)
     index = torch.arange(data.numel(), dtype=torch.int64)
     whole = int((data.to(torch.int64) * (2 * index + 1)).sum()) & (2**64 - 1)
-    assert module._device_digest(data) == whole
+    assert module.digest_of(data) == whole
 
 
 @pytest.mark.parametrize("num_bytes", [1, 255, 256 * 1024, 256 * 1024 + 1, 1_000_003])

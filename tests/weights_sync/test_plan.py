@@ -255,6 +255,21 @@ def test_a_part_that_is_in_two_cuts_is_refused() -> None:
         merged([(1, [whole_one]), (1, [half_one])], [0, 0], 0)
 
 
+def test_a_memory_that_is_near_gives_what_it_has() -> None:
+    """Of two halves it has one, at another place; a part of the same name that it lacks, or that is a memory's of which
+    nothing is known, stays where it is."""
+    [first] = plan.held(np.arange(8), range(4), memory=0, at=128, item_bytes=4)
+    [second] = plan.held(np.arange(8)[::-1].copy(), range(4), memory=1, at=64, item_bytes=4)
+    [far] = plan.held(np.arange(4), range(4), memory=3, at=64, item_bytes=4)
+    tensors = (Held("x", 32, (first, second)), Held("y", 16, (first,)), Held("z", 16, (far,)))
+    places = {0: {"other": 0, "x:0": 128}, 1: {"x:1": 0, "more": 4096}, 2: {"x:1": 640, "near alone": 0}}
+    [near] = plan.nearer(tensors, places, 2)
+    moved = Span(2, 640 + second.span.at, second.span.step, second.span.length, second.span.count)
+    assert near == Held("x", 32, (first, Block(moved, second.to, second.step)))
+    assert plan.nearer(tensors, places, 0) == ()
+    assert plan.nearer(tensors, {**places, 2: {}}, 2) == ()
+
+
 def test_a_tensor_that_no_rank_holds_is_refused() -> None:
     loader = loaded(PAIR, 0)
     tensors = [t for t in all_of(PAIR) if t.name != "1.2.up"]

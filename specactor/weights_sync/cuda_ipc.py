@@ -1,0 +1,203 @@
+"""Memory of a GPU that another process on the same GPU reads.
+
+CUDA's handle is of an allocation, of which PyTorch's tensors are parts. A process opens it once, and keeps it until no
+plan needs it. GPUs are named by UUID.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from bisect import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from specactor.errors import WeightSyncError
+from specactor.parallel.devices import gpu_uuid
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A tensor's first byte in a memory, and in an allocation."""
+
+    at: int
+    num_bytes: int
+    allocation: int
+    offset: int
+
+
+class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
+    uuid: str
+    handles: tuple[bytes, ...]  # of allocations
+    parts: tuple[Part, ...]
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+class Cuda:
+    """CUDA, as far as it is needed here. Its methods raise WeightSyncError."""
+
+    def __init__(self, runtime: ctypes.CDLL, driver: ctypes.CDLL) -> None:
+        """Args: libcudart, as PyTorch has loaded it, and libcuda."""
+        self._runtime, self._driver = runtime, driver
+        runtime.cudaGetErrorString.restype = ctypes.c_char_p
+        runtime.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(ctypes.c_void_p), _Handle, ctypes.c_uint)
+
+    def allocation(self, pointer: int) -> tuple[int, int]:
+        """Return (first byte, bytes) of what a pointer points into."""
+        base, size = ctypes.c_void_p(), ctypes.c_size_t()
+        code = self._driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_void_p(pointer))
+        if code or base.value is None:
+            raise WeightSyncError(f"cuMemGetAddressRange: {pointer:#x} is in no allocation of this process ({code})")
+        return base.value, size.value
+
+    def generation(self, base: int) -> int:
+        """Return a number that no other allocation of this process has had."""
+        number = ctypes.c_ulonglong()
+        code = self._driver.cuPointerGetAttribute(ctypes.byref(number), BUFFER_ID, ctypes.c_void_p(base))
+        if code:
+            raise WeightSyncError(f"cuPointerGetAttribute: no allocation of this process begins at {base:#x} ({code})")
+        return number.value
+
+    def handle(self, base: int) -> bytes:
+        handle = _Handle()
+        self._do("cudaIpcGetMemHandle", EXPANDABLE, ctypes.byref(handle), ctypes.c_void_p(base))
+        return bytes(handle)
+
+    def open(self, handle: bytes, device: int) -> int:
+        """Map another process's allocation."""
+        pointer = ctypes.c_void_p()
+        with self._current(device):
+            opened = ctypes.byref(pointer), _Handle.from_buffer_copy(handle), PEER_ACCESS
+            self._do("cudaIpcOpenMemHandle", "Run trainer and engines in one container", *opened)
+        return pointer.value or 0
+
+    def close(self, pointer: int, device: int) -> None:
+        with self._current(device):
+            self._do("cudaIpcCloseMemHandle", "Start the engine again", ctypes.c_void_p(pointer))
+
+    @staticmethod
+    def tensor(pointer: int, num_bytes: int, device: int) -> Tensor:
+        """Return uint8 [num_bytes], without a copy."""
+        return torch.as_tensor(_Memory(pointer, num_bytes), device=f"cuda:{device}")
+
+    @contextmanager
+    def _current(self, device: int) -> Iterator[None]:
+        before = ctypes.c_int()
+        self._do("cudaGetDevice", SEEN, ctypes.byref(before))
+        self._do("cudaSetDevice", SEEN, device)
+        try:
+            yield
+        finally:
+            self._do("cudaSetDevice", SEEN, before.value)
+
+    def _do(self, name: str, way_out: str, *arguments: Any) -> None:
+        if code := getattr(self._runtime, name)(*arguments):
+            self._runtime.cudaGetLastError()  # or PyTorch would find this error after its next kernel
+            raise WeightSyncError(f"{name}: {self._runtime.cudaGetErrorString(code).decode()} ({code}). {way_out}")
+
+
+EXPANDABLE = "Take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF: only what cudaMalloc gave has a handle"
+SEEN = "Look at CUDA_VISIBLE_DEVICES"
+BUFFER_ID = 7
+"""CU_POINTER_ATTRIBUTE_BUFFER_ID."""
+PEER_ACCESS = 1
+"""cudaIpcMemLazyEnablePeerAccess, which CUDA wants to be given."""
+
+
+class _Memory:
+    def __init__(self, pointer: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (pointer, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+@cache
+def cuda() -> Cuda:
+    """Raises OSError without CUDA."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    return Cuda(ctypes.CDLL(f"libcudart.so.{major}"), ctypes.CDLL("libcuda.so.1"))
+
+
+Places = tuple[tuple[Part, ...], tuple[tuple[int, int], ...]]
+"""Of tensors, and (first byte, generation) of their allocations in this process."""
+
+
+def places(tensors: Sequence[Tensor], starts: Sequence[int]) -> Places:
+    """Return where tensors lie that begin at `starts` in their memory. Raises OSError or WeightSyncError."""
+    library, numbers, parts = cuda(), dict[int, int](), []
+    for tensor, at in zip(tensors, starts, strict=False):
+        if not tensor.is_contiguous():
+            raise WeightSyncError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: engines need a copy")
+        base, _ = library.allocation(tensor.data_ptr())
+        number = numbers.setdefault(base, len(numbers))
+        parts.append(Part(at, tensor.nbytes, number, tensor.data_ptr() - base))
+    return tuple(parts), tuple((base, library.generation(base)) for base in numbers)
+
+
+def exported(device: int, where: Places) -> GpuMemory:
+    """Let processes on the same GPU read what lies there. Raises WeightSyncError."""
+    parts, allocations = where
+    return GpuMemory(uuid=gpu_uuid(device), handles=tuple(cuda().handle(base) for base, _ in allocations), parts=parts)
+
+
+class OpenedMemory:
+    def __init__(self, parts: Sequence[Part], allocations: Sequence[Tensor]) -> None:
+        self._parts, self._allocations = parts, allocations
+        self._starts = [part.at for part in parts]
+
+    def find(self, at: int) -> tuple[Tensor, int]:
+        """Return (allocation, byte of it)."""
+        part = self._parts[bisect(self._starts, at) - 1]
+        return self._allocations[part.allocation], part.offset + at - part.at
+
+
+class Allocations:
+    """Those of other processes that are open here."""
+
+    def __init__(self) -> None:
+        self._opened: dict[bytes, tuple[int, int]] = {}  # by handle: pointer, number of the GPU
+        self._closed = weakref.finalize(self, _close, self._opened, [])
+
+    def open(self, memories: Mapping[int, GpuMemory], device: int) -> dict[int, OpenedMemory]:
+        """Open what memories need, each once, and close the rest. Raises OSError or WeightSyncError; then nothing is
+        open."""
+        try:
+            _close(self._opened, [handle for memory in memories.values() for handle in memory.handles])
+            return {number: self._memory(memory, device) for number, memory in memories.items()}
+        except WeightSyncError:
+            _close(self._opened, [])
+            raise
+
+    def _memory(self, memory: GpuMemory, device: int) -> OpenedMemory:
+        ends = [0] * len(memory.handles)
+        for part in memory.parts:
+            ends[part.allocation] = max(ends[part.allocation], part.offset + part.num_bytes)
+        tensors = []
+        for handle, end in zip(memory.handles, ends, strict=True):
+            if handle not in self._opened:
+                self._opened[handle] = cuda().open(handle, device), device
+            pointer, _ = self._opened[handle]
+            base, size = cuda().allocation(pointer)
+            if base != pointer or size < end:
+                raise WeightSyncError(
+                    f"the trainer's allocation on {memory.uuid} has {size} bytes, expected at least {end}. It is not "
+                    "the one that was handed over: start the engine again"
+                )
+            tensors.append(cuda().tensor(pointer, size, device))
+        return OpenedMemory(memory.parts, tensors)
+
+
+def _close(opened: dict[bytes, tuple[int, int]], needed: Sequence[bytes]) -> None:
+    for handle in opened.keys() - set(needed):
+        cuda().close(*opened.pop(handle))
