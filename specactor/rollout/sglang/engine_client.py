@@ -27,7 +27,7 @@ from specactor.rollout.sglang.engine_protocol import (
     Done,
     EngineSpec,
     Finished,
-    FromHost,
+    FromEngine,
     Generate,
     News,
     Progress,
@@ -35,7 +35,7 @@ from specactor.rollout.sglang.engine_protocol import (
     RankReplies,
     Ready,
     Start,
-    ToHost,
+    ToEngine,
 )
 from specactor.rollout.speculation.counters import Counts, Figures
 from specactor.trace import Span
@@ -66,7 +66,7 @@ class Engine:
         it."""
         self.spec = spec
         self.ready: Ready | None = None
-        self._process: ChildProcess[FromHost] = ChildProcess(
+        self._process: ChildProcess[FromEngine] = ChildProcess(
             run,
             Start(spec=spec),
             name=f"engine {spec.index}",
@@ -228,7 +228,7 @@ class Engine:
     def log_tail(self) -> str:
         return self._process.log_tail()
 
-    def _next(self, call: Call[FromHost], deadline: float | None) -> FromHost:
+    def _next(self, call: Call[FromEngine], deadline: float | None) -> FromEngine:
         """Return the next message, bounded by progress and by the deadline."""
         patience = self.spec.config.request_timeout_s
         began = time.monotonic()
@@ -253,7 +253,7 @@ class Engine:
         if not isinstance(answer, Done):
             raise EngineError(f"engine {self.index}: {_text(answer)}")
 
-    def _ask(self, message: ToHost, timeout_s: float) -> FromHost:
+    def _ask(self, message: ToEngine, timeout_s: float) -> FromEngine:
         """Return its answer. An engine that gives none in time is ended (EngineDied)."""
         try:
             return self._process.ask(message, timeout_s)
@@ -267,7 +267,7 @@ class Engine:
         return EngineDied(self._process.with_log(why))
 
 
-def _text(message: FromHost) -> str:
+def _text(message: FromEngine) -> str:
     return message.message if isinstance(message, Failed) else f"unexpected answer {type(message).__name__}"
 
 

@@ -116,8 +116,8 @@ class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     spec: EngineSpec
 
 
-ToHost = Start | Generate | Abort | RankCall | Command
-FromHost = Ready | Finished | Progress | Done | RankReplies | Failed
+ToEngine = Start | Generate | Abort | RankCall | Command
+FromEngine = Ready | Finished | Progress | Done | RankReplies | Failed
 
-TO_HOST: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
-FROM_HOST: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)
+TO_HOST: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+FROM_HOST: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

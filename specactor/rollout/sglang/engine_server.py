@@ -23,7 +23,7 @@ from specactor.rollout.sglang.engine_protocol import (
     Done,
     EngineSpec,
     Finished,
-    FromHost,
+    FromEngine,
     Generate,
     News,
     Progress,
@@ -31,7 +31,7 @@ from specactor.rollout.sglang.engine_protocol import (
     RankReplies,
     Ready,
     Start,
-    ToHost,
+    ToEngine,
 )
 
 _PROGRESS_EVERY_S = 1.0
@@ -106,7 +106,7 @@ class _Server:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, call: int, message: ToHost) -> None:
+    async def _answer(self, call: int, message: ToEngine) -> None:
         try:
             answer = await self._dispatch(call, message)
         except Exception as error:  # the boundary of the process: the caller gets it, the engine goes on
@@ -116,7 +116,7 @@ class _Server:
             answer = Failed(message=text)
         await self._send(call, answer)
 
-    async def _dispatch(self, call: int, message: ToHost) -> FromHost:
+    async def _dispatch(self, call: int, message: ToEngine) -> FromEngine:
         match message:
             case Generate():
                 await self._generate(call, message)
@@ -168,6 +168,6 @@ class _Server:
                 reported = time.monotonic()
                 await self._send(call, Progress(), last=False)
 
-    async def _send(self, call: int, message: FromHost, *, last: bool = True) -> None:
+    async def _send(self, call: int, message: FromEngine, *, last: bool = True) -> None:
         self._writer.write(frames.pack(call, message, last=last))
         await self._writer.drain()

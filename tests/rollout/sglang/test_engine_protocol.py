@@ -45,7 +45,7 @@ def through_socket(message: Any, decoder: msgspec.msgpack.Decoder[Any]) -> objec
         p.Command(verb="pause"),
     ],
 )
-def test_messages_to_the_host_arrive_as_they_were(message: p.ToHost) -> None:
+def test_messages_to_the_host_arrive_as_they_were(message: p.ToEngine) -> None:
     assert through_socket(message, p.TO_HOST) == message
 
 
@@ -58,7 +58,7 @@ def test_messages_to_the_host_arrive_as_they_were(message: p.ToHost) -> None:
         frames.Failed(message="no"),
     ],
 )
-def test_messages_from_the_host_arrive_as_they_were(message: p.FromHost) -> None:
+def test_messages_from_the_host_arrive_as_they_were(message: p.FromEngine) -> None:
     assert through_socket(message, p.FROM_HOST) == message
 
 
