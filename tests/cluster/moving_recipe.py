@@ -16,6 +16,7 @@ from typing import Any
 from examples import quickstart_plain
 from specactor.config import Config
 from specactor.rollout.sglang.engine_client import Engine
+from specactor.rollout.waiting import Waiting
 from specactor.types import RolloutRequest, Trajectory
 
 ENGINES, LATE, NUM_MOVED, HELD = 2, 0, 2, 2
@@ -30,10 +31,22 @@ def recipe() -> Config:
     return quickstart_plain.recipe()
 
 
+def apart() -> Config:
+    """As `recipe`, but no rank sees what others have counted."""
+    count = Waiting._add
+    Waiting._add = lambda self, name, amount: count(self, f"{os.environ['RANK']}/{name}", amount)  # type: ignore[method-assign]
+    return recipe()
+
+
 def sent(folder: Path, rank: int) -> list[str]:
     """Ids of what a rank has sent its engine in RL steps, from 0, in order."""
     file = folder / f"sent-{rank}"
     return file.read_text().split() if file.exists() else []
+
+
+def begun(folder: Path, step: int) -> list[str]:
+    """Ids of what all ranks have sent their engines in an RL step, from 1, in the order of names."""
+    return sorted(name for rank in range(ENGINES) for name in sent(folder, rank) if name.startswith(f"{step - 1}."))
 
 
 def num_moved(folder: Path, step: int, of: int = LATE) -> int:

@@ -50,13 +50,19 @@ def moved(base: Path, draft_model: str) -> tuple[ClusterJob, Path, list[str]]:
         return job, folder, job.left()
 
 
-def moving(hosts: VirtualHosts, base: Path, name: str, *options: str, restarts: int = 0) -> tuple[ClusterJob, Path]:
+def moving(
+    hosts: VirtualHosts,
+    base: Path,
+    name: str,
+    *options: str,
+    recipe: str = moving_recipe.__file__,
+    restarts: int = 0,
+) -> tuple[ClusterJob, Path]:
     """One group fits in an engine, so others wait. Returns where ranks write what they send their engines, too."""
     folder = base / f"{name}-sent"
     folder.mkdir()
     environ = {number: {"MOVING_FOLDER": str(folder)} for number in range(2)}
     options = ("--rollout.engine.max-running-requests", "8", *options)
-    recipe = moving_recipe.__file__
     return ClusterJob(hosts, base, name, *options, recipe=recipe, restarts=restarts, environ=environ), folder
 
 
@@ -88,10 +94,19 @@ def test_groups_that_wait_move_to_the_host_that_has_room(
         assert [(s.request_id, s.token_ids.tolist(), s.score) for s in here] == [
             (s.request_id, s.token_ids.tolist(), s.score) for s in there
         ]
-        sent = [name for rank in range(2) for name in moving_recipe.sent(folder, rank)]
-        begun = [name for name in sent if name.startswith(f"{step - 1}.")]
-        assert sorted(begun) == sorted(s.request_id for s in there)
+        assert moving_recipe.begun(folder, step) == sorted(s.request_id for s in there)
     assert all(line["tail/groups_moved"] == 0 for line in one_host[1:])
+
+
+@pytest.mark.deep
+def test_hosts_that_count_apart_are_caught(
+    base: Path, one_host: list[dict[str, Value]], two_hosts: VirtualHosts
+) -> None:
+    job, folder = moving(two_hosts, base, "apart", "--train.steps", "1", recipe=f"{moving_recipe.__file__}:apart")
+    assert job.wait() == [0, 0], job.output()
+    names = sorted(s.request_id for s in records.read(records.file_of(base / "runs" / "one-2", 1)).samples)
+    assert set(moving_recipe.begun(folder, 1)) == set(names)
+    assert moving_recipe.begun(folder, 1) != names
 
 
 @pytest.mark.deep
