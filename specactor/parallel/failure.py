@@ -31,7 +31,7 @@ LINGER_S = 5.0
 whether someone has reported, and where it is gone, the first rank of a host that is still there reports."""
 RESUME = "Continue with the same command and --resume auto."
 
-_TICKETS = "specactor/failed_ranks"
+TICKETS = "specactor/failed_ranks"
 _LOOK_EVERY_S = 0.1
 _NOTICE_S = 1.0  # longest time between a peer's closed connections and its end
 
@@ -130,6 +130,10 @@ class Failures:
         if self.over_hosts():
             time.sleep(LINGER_S)
 
+    def on_reported(self) -> None:
+        """Another rank has reported, which nobody can be asked once the launcher of rank 0 is gone."""
+        self._told = True
+
     def wait_for_report(self) -> None:
         """Wait until another rank has reported, for at most `GRACE_S`."""
         deadline = time.monotonic() + GRACE_S
@@ -173,7 +177,7 @@ class Failures:
         if self._store is None:
             return more
         try:
-            found = self._store.add(_TICKETS, more)
+            found = self._store.add(TICKETS, more)
         except (RuntimeError, OSError):  # the launcher is gone, and so is anyone of its host who could report instead
             self._store_is_gone = True
             return 2 if self._told or (self.over_hosts() and not self._is_first_here()) else 1

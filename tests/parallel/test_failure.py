@@ -199,6 +199,24 @@ def test_a_rank_that_is_ended_says_where_the_launchers_store_is_gone(
     assert capsys.readouterr().err == f"specactor: rank 1: {ended}\n"
 
 
+@pytest.mark.parametrize("heard", [True, False])
+def test_of_three_hosts_one_says_that_another_is_lost(
+    heard: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second hears that the first has reported the third, before the first's launcher, and its store, are gone."""
+    for name, value in (("GRACE_S", 0.0), ("_NOTICE_S", 0.0), ("LINGER_S", 0.0)):
+        monkeypatch.setattr(failure, name, value)
+    monkeypatch.setattr(failure.os, "_exit", lambda code: None)
+    with pytest.raises(SystemExit), failure_guard(1, Closing(1, 0)) as failures:  # noqa: PT012
+        failures.know([Member(machine="a", pid=1), Member.here(), Member(machine="c", pid=1)])
+        if heard:
+            failures.on_reported()
+        failures.on_sigterm()
+        raise LOST
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("specactor: rank")]
+    assert len(said) == (not heard)
+
+
 def test_over_hosts_the_launchers_store_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "LINGER_S", 0.5)
     started = time.monotonic()
