@@ -158,6 +158,8 @@ class Failures:
     def on_silent(self, what: str) -> None:
         """A host is lost; for the others that is rank 0's, and with it the store."""
         self.report(f"{what} {RESUME}", asks=self.rank == 0)
+        if self.rank != 0:  # torchrun waits for an answer of its store for as long as TCP does: a quarter of an hour
+            os.kill(os.getppid(), signal.SIGKILL)
         os._exit(1)
 
     def on_sigterm(self) -> None:
