@@ -23,6 +23,7 @@ def three_hosts() -> Iterator[VirtualHosts]:
         yield hosts
 
 
+@pytest.mark.deep
 def test_three_hosts_have_the_metrics_of_one(base: Path, three_hosts: VirtualHosts) -> None:
     job = ClusterJob(three_hosts, base, "three", *SHAPE)
     assert job.wait() == [0, 0, 0], job.output()
