@@ -36,12 +36,14 @@ trap 'signal=TERM; kill -TERM "$child" 2>/dev/null || true' TERM
 trap 'signal=INT; kill -INT "$child" 2>/dev/null || true' INT
 
 # Each start is a whole new torchrun: its own --max-restarts would keep a store, and where that host dies, nothing.
+head_s=60 # how long torchrun tries to reach HEAD; when it is started again, that node may have to start, too
 for ((left = ${MAX_RESTARTS:-0}; ; left--)); do
     setpriv --pdeathsig KILL torchrun \
         --nnodes "$NODES" \
         --nproc-per-node "$GPUS" \
         --rdzv-backend c10d \
         --rdzv-endpoint "$HEAD" \
+        --rdzv-conf "read_timeout=$head_s" \
         --rdzv-id "${RUN_ID:-specactor}" \
         "$root/launch/train_moe.py" "$@" &
     child=$!
@@ -49,6 +51,7 @@ for ((left = ${MAX_RESTARTS:-0}; ; left--)); do
     while code=0; wait "$child" || code=$?; kill -0 "$child" 2>/dev/null; do :; done
     if [[ $code == 0 || -n $signal || $left -le 0 ]]; then exit "$code"; fi
     echo "specactor: $(hostname): torchrun ended with $code and is started again, $left times at most" >&2
+    head_s=600
     sleep 20 & # until other hosts' ranks have ended as well (failure.py): their launcher refuses whoever comes before
     child=$!
     [[ -n $signal ]] || wait "$child" || true

@@ -79,7 +79,7 @@ def main() -> int:
     with starter, failure_guard(rank, launcher_store(head, port)) as failures:
         meeting = meet(head, port, rank=rank, world=world, config=to_json(config))
         failures.use(meeting.open_store())
-        with HostWatch(meeting, rank, failures.on_silent):
+        with HostWatch(meeting, rank, failures.on_silent, failures.on_reported):
             from specactor.run import run
 
             store = meeting.open_store()

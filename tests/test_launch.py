@@ -132,8 +132,8 @@ def run_script(script: str, tmp_path: Path, *words: str, **environ: str) -> subp
 def test_the_multi_node_script_calls_torchrun(tmp_path: Path) -> None:
     fake(tmp_path / "bin", "torchrun", 'echo "$@"')
     done = run_script("multi_node.sh", tmp_path, "quickstart", "--seed", "3", NODES="2", HEAD="h:1", GPUS="4")
-    options = "--nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint h:1 --rdzv-id specactor"
-    assert done.stdout == f"{options} {TRAIN} quickstart --seed 3\n"
+    meeting = "--rdzv-backend c10d --rdzv-endpoint h:1 --rdzv-conf read_timeout=60 --rdzv-id specactor"
+    assert done.stdout == f"--nnodes 2 --nproc-per-node 4 {meeting} {TRAIN} quickstart --seed 3\n"
     missing = run_script("multi_node.sh", tmp_path, "quickstart", HEAD="h:1")
     assert missing.returncode != 0
     assert "set NODES to the number of nodes" in missing.stderr
@@ -142,11 +142,12 @@ def test_the_multi_node_script_calls_torchrun(tmp_path: Path) -> None:
 
 def test_the_multi_node_script_starts_again_after_a_failure(tmp_path: Path) -> None:
     fake(tmp_path / "bin", "sleep", "exit 0")
-    fake(tmp_path / "bin", "torchrun", f"echo start >> {tmp_path}/starts; [[ $(wc -l < {tmp_path}/starts) == 3 ]]")
+    starts = tmp_path / "starts"
+    fake(tmp_path / "bin", "torchrun", f"echo $* >> {starts}; [[ $(wc -l < {starts}) == 3 ]]")
     job = {"NODES": "2", "HEAD": "h:1", "GPUS": "1"}
     assert run_script("multi_node.sh", tmp_path, "quickstart", **job, MAX_RESTARTS="1").returncode == 1
     assert run_script("multi_node.sh", tmp_path, "quickstart", **job, MAX_RESTARTS="9").returncode == 0
-    assert (tmp_path / "starts").read_text() == "start\n" * 3
+    assert re.findall(r"read_timeout=(\d+)", starts.read_text()) == ["60", "600", "60"], "others may start again, too"
 
 
 def test_a_signal_while_the_multi_node_script_pauses_ends_it(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_the_slurm_script_starts_every_node(tmp_path: Path) -> None:
     done = run_script("slurm.sh", tmp_path, "qwen3_8b", **slurm)
     assert done.returncode == 0, done.stderr
     assert "--nnodes 2 --nproc-per-node 8" in done.stdout
-    assert "--rdzv-endpoint node7:29542 --rdzv-id 1042" in done.stdout
+    assert "--rdzv-endpoint node7:29542 --rdzv-conf read_timeout=60 --rdzv-id 1042" in done.stdout
     assert done.stdout.strip().endswith("qwen3_8b --resume auto")
     assert run_script("slurm.sh", tmp_path, "qwen3_8b").returncode != 0
 

@@ -30,7 +30,7 @@ LINGER_S = 5.0
 whether someone has reported. Where it is gone, the first rank of a host that is still there reports."""
 RESUME = "Continue with the same command and --resume auto."
 
-_TICKETS = "specactor/failed_ranks"
+TICKETS = "specactor/failed_ranks"
 _LOOK_EVERY_S = 0.1
 _NOTICE_S = 1.0  # longest time between a peer's closed connections and its end
 
@@ -120,6 +120,10 @@ class Failures:
         if self.over_hosts():
             time.sleep(LINGER_S)
 
+    def on_reported(self) -> None:
+        """Another rank has reported, which nobody can be asked once the launcher of rank 0 is gone."""
+        self._told = True
+
     def wait_for_report(self) -> None:
         deadline = time.monotonic() + GRACE_S
         while self._store is not None and time.monotonic() < deadline and self._tickets(0) == 0:
@@ -142,6 +146,8 @@ class Failures:
     def on_silent(self, what: str) -> None:
         """For other hosts the lost one is rank 0's, and with it the store."""
         self.report(f"{what} {RESUME}", asks=self.rank == 0)
+        if self.rank != 0:  # torchrun waits for an answer of its store for as long as TCP does: a quarter of an hour
+            os.kill(os.getppid(), signal.SIGKILL)
         os._exit(1)
 
     def on_sigterm(self) -> None:
@@ -160,7 +166,7 @@ class Failures:
         if self._store is None:
             return more
         try:
-            found = self._store.add(_TICKETS, more)
+            found = self._store.add(TICKETS, more)
         except (RuntimeError, OSError):  # the launcher is gone, and so is anyone of its host who could report instead
             self._store_is_gone = True
             return 2 if self._told or (self.over_hosts() and not self._is_first_here()) else 1

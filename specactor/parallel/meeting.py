@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
 from specactor.errors import ConfigError, PeerFailedError
-from specactor.parallel.failure import Member
+from specactor.parallel.failure import TICKETS, Member
 
 MEET_S = 300.0
 """Longest wait for the last rank: hosts that read their packages from one disk may differ by minutes."""
@@ -202,7 +202,12 @@ class HostWatch:
     host all hosts, elsewhere that one, where the store is.
     """
 
-    def __init__(self, meeting: Meeting, rank: int, on_silent: Callable[[str], None]) -> None:
+    def __init__(
+        self, meeting: Meeting, rank: int, on_silent: Callable[[str], None], on_reported: Callable[[], None]
+    ) -> None:
+        """In a thread, `on_silent` is told of a lost host and ends the process; `on_reported` is called when some rank
+        has reported a failure."""
+        self._on_reported = on_reported
         firsts = [meeting.machines.index(machine) for machine in dict.fromkeys(meeting.machines)]
         self._meeting, self._rank, self._on_silent = meeting, rank, on_silent
         self._first = meeting.machines.index(meeting.machines[rank])
@@ -245,6 +250,9 @@ class HostWatch:
                 if beats >= _LEFT:
                     del self._heard_s[rank]
                 self._beats[rank] = beats
+            # asked now: when this rank is ended, the launcher's store may be gone with the host that reported
+            if store.add(TICKETS, 0) > 0:
+                self._on_reported()
 
     def _look(self) -> None:
         before_s = time.monotonic()

@@ -1,11 +1,9 @@
-"""Dynamic sampling without rounds: a group that nothing is learned from is replaced at once, by the next problem.
+"""Dynamic sampling: a group that nothing is learned from is replaced at once, by the next problem.
 
-The rule: problems have numbers, in the order of the data; kept are the first groups by number that teach something, as
-many as a step wants. As many are at work as are still missing, and some ahead with ``rollout.oversample``. So which
-groups are kept, and where the next step goes on in the data, depends neither on speed nor on engines nor on ranks.
+The first groups that teach something, in the order of the data, are kept, whatever the speed or the ranks.
 
-Invariants: a verdict is final; ranks that know the same verdicts agree on what is drawn and kept; what is drawn only
-grows; without some ahead nothing is drawn that is not needed.
+Invariants: a verdict is final; ranks with equal verdicts draw and keep the same; what is drawn only grows; without
+``rollout.oversample`` nothing needless is drawn.
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ from specactor.types import Problem, RolloutRequest, Trajectory
 
 
 class Store(Protocol):
-    """What ranks tell each other through: torch's stores have this form."""
-
     def add(self, key: str, amount: int, /) -> int: ...
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -28,12 +24,12 @@ class Store(Protocol):
 
 @dataclass(kw_only=True)
 class Verdicts:
-    """What is known of groups, in a list that all ranks append to; without a store, of this rank alone."""
+    """A list that all ranks append to; without a store, this rank's own."""
 
     store: Store | None
     prefix: str
     told: list[str] = field(default_factory=list)
-    """All that this rank has read."""
+    """What this rank has read."""
     _own: list[str] = field(default_factory=list)
 
     def tell(self, text: str) -> None:
@@ -50,7 +46,7 @@ class Verdicts:
             self.told += [self.store.get(f"{self.prefix}/{i + 1}").decode() for i in range(len(self.told), count)]
 
     def forget(self) -> None:
-        """Take what this rank has told out of the store, when all have read it."""
+        """Clear the store; all ranks must have read this one's."""
         if self.store is not None:
             for key in (*self._own, f"{self.prefix}/n"):
                 self.store.delete_key(key)
@@ -58,7 +54,7 @@ class Verdicts:
 
 @dataclass(kw_only=True)
 class Refill:
-    """The groups of one step; every rank has one."""
+    """The groups of one step."""
 
     want: int
     """Groups to keep."""
@@ -69,10 +65,10 @@ class Refill:
     size: int
     """Responses of a group."""
     requests_of: Callable[[int], Sequence[RolloutRequest]]
-    """Of the group of a number."""
+    """By the group's number."""
     problem_of: Callable[[RolloutRequest | Trajectory], Problem]
     teaches: Callable[[int, Sequence[Trajectory]], tuple[bool, float]]
-    """Whether something is learned from a group, and its success rate."""
+    """Of a group: whether something is learned from it, and its success rate."""
     verdicts: Verdicts
     begin: Callable[[Sequence[RolloutRequest]], None] = lambda requests: None
     """Sees requests before they are given."""
@@ -81,19 +77,17 @@ class Refill:
     is_own: Callable[[int], bool] = lambda number: True
     """Whether this rank's engines generate the group."""
     attempt: int = 0
-    """Times that ranks came together to start lost engines again."""
+    """Times that lost engines were started again."""
     given: int = 0
     """Groups of which this rank has taken, or left to others, the requests."""
     finished: dict[int, list[Trajectory]] = field(default_factory=dict)
 
     @property
     def known(self) -> dict[int, bool]:
-        """The verdict on each group that has one."""
         return {int(words[0]): words[1] == "1" for words in self._words}
 
     @property
     def rates(self) -> dict[int, float]:
-        """The success rate of each group that has a verdict."""
         return {int(words[0]): float(words[2]) for words in self._words}
 
     @property
@@ -102,7 +96,7 @@ class Refill:
 
     @property
     def kept(self) -> list[int] | None:
-        """The groups to learn from, by number, if they are known; fewer than wanted where too many had to be drawn."""
+        """The groups to learn from, once known; too few where `most` were drawn."""
         known = self.known
         found: list[int] = []
         for number in range(self.most):
@@ -115,11 +109,10 @@ class Refill:
 
     @property
     def drawn(self) -> int:
-        """Groups that are at work or were."""
         return min(self.most, self.ahead + sum(not kept for kept in self.known.values()))
 
     def more(self) -> list[RolloutRequest]:
-        """Requests of what was drawn since the last call, for this rank's engines."""
+        """Return this rank's new requests."""
         self.verdicts.read()
         start, self.given = self.given, self.given if self.kept is not None else max(self.given, self.drawn)
         new = [r for number in range(start, self.given) if self.is_own(number) for r in self.requests_of(number)]
@@ -127,7 +120,7 @@ class Refill:
         return new
 
     def done(self, response: Trajectory) -> None:
-        """Judge the response's group, if it is whole; the response has been scored."""
+        """Judge the group of a scored response, if it is whole."""
         of_group = self.finished.setdefault(response.group_id, [])
         of_group.append(response)
         if len(of_group) == self.size:
@@ -136,10 +129,10 @@ class Refill:
             self.verdicts.read()
 
     def leave(self) -> None:
-        """Tell the other ranks that this one cannot go on before all come together."""
+        """Tell others that this rank cannot go on before all meet."""
         self.verdicts.tell(f"left:{self.attempt}")
 
     @property
     def is_over(self) -> bool:
-        """Whether a rank with nothing to do need not wait for others."""
+        """Return whether idle ranks may stop waiting."""
         return self.kept is not None or f"left:{self.attempt}" in self.verdicts.told

@@ -1,12 +1,8 @@
-"""Groups that wait because the engines that they are meant for are full, for whichever rank has room first.
+"""Groups wait for room in their engine, and go to whichever rank, of any host, has room first.
 
-Every rank knows all requests of a rollout, so a group moves by counting: a rank that takes one says so in the
-launcher's store, and nothing else travels. An engine's list is taken by its own rank from the front, and by others,
-once their own lists are empty, from the end.
+Ranks know all requests: only counts travel, through the launcher's store.
 
-Invariants: a group is taken once, and whole; a rank's own groups are never refused to it while others have not taken
-them; what nobody has taken in the end is its first rank's; tokens do not depend on who takes a group, since noise is
-keyed.
+Invariants: a group is taken once, and whole; what nobody took is its first rank's; who takes it changes no token.
 """
 
 from __future__ import annotations
@@ -25,9 +21,9 @@ MAX_ASKED = 16
 
 
 def held_back(requests: Sequence[RolloutRequest], *, engines: int, slots: int) -> dict[int, list[Group]]:
-    """Return the groups that wait, by engine; none where there is one engine. PURE.
+    """Return, by engine, the groups that find its `slots` taken; none where there is one engine.
 
-    Group i is meant for engine i modulo `engines`, which is sent groups until each of its `slots` has a request.
+    Group i is meant for engine i modulo `engines`.
     """
     groups: dict[int, Group] = {}
     for request in requests:
@@ -44,14 +40,13 @@ def held_back(requests: Sequence[RolloutRequest], *, engines: int, slots: int) -
 
 @dataclass(kw_only=True)
 class Waiting:
-    """What waits in one rollout; every rank has one."""
+    """What waits in one rollout, as one rank sees it."""
 
     lists: Mapping[int, Sequence[Group]]
-    """By engine of the job."""
+    """By engine of the job: its own rank takes from the front, others from the end."""
     own: Collection[int]
     """Engines of this rank."""
     slots: int
-    """Requests that an engine runs at once."""
     store: Store | None
     """None where there is one rank."""
     prefix: str
@@ -60,24 +55,21 @@ class Waiting:
     num_moved: int = 0
     """Groups that this rank took of others."""
     _fronts: Counter[int] = field(default_factory=Counter)
-    """Groups taken from the front of this rank's lists."""
     _over: set[int] = field(default_factory=set)
     """Lists that are known to be empty."""
     _alone: Counter[str] = field(default_factory=Counter)
     """The counts, without a store."""
 
     def without(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
-        """Return those that are sent at once."""
         late = {group[0].group_id for groups in self.lists.values() for group in groups}
         return [request for request in requests if request.group_id not in late]
 
     @property
     def is_over(self) -> bool:
-        """Return whether there is nothing to take any more."""
         return len(self._over) >= len(self.lists)
 
     def take(self, running: int) -> Group:
-        """Return a group for an engine of this rank that has so many requests, or none."""
+        """Return a group, if any, for an engine that runs so many requests."""
         room = self.slots - running
         if room <= 0 or self.is_over:
             return []
@@ -95,8 +87,7 @@ class Waiting:
         return []
 
     def left(self) -> list[RolloutRequest]:
-        """Return what nobody has taken of this rank's lists, because engines died, and take their counts out of the
-        store. Call it once, when all ranks are done."""
+        """Return what nobody took of this rank's lists, since engines died. Call it once, when all ranks are done."""
         found: list[RolloutRequest] = []
         for engine in set(self.own) & self.lists.keys():
             groups = self.lists[engine]
@@ -113,8 +104,8 @@ class Waiting:
         return requests
 
     def _is_granted(self, engine: int) -> bool:
-        """Count one more group of a list as taken. As many are granted as there are, from both ends together, so the
-        ends never meet in one group."""
+        """Count another group as taken, if one is left."""
+        # both ends share one count, so they never meet in a group
         if engine in self._over or engine not in self.lists:
             return False
         if self._add(f"{engine}/taken", 1) <= len(self.lists[engine]):
@@ -123,7 +114,7 @@ class Waiting:
         return False
 
     def _longest(self) -> int | None:
-        """Return which of the next lists of others, from this rank's engines on, has the most groups left, if any."""
+        """Return which of others' next engines has most groups left."""
         around = sorted(self.lists, key=lambda engine: (engine < min(self.own, default=0), engine))
         while asked := [e for e in around if e not in self._over and e not in self.own][:MAX_ASKED]:
             left = {e: len(self.lists[e]) - self._add(f"{e}/taken", 0) for e in asked}

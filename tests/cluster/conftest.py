@@ -21,7 +21,8 @@ from specactor.metrics import Value
 from specactor.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-JOB = (*SHORT, "--train.steps", "3", "--tracking.wandb", "off", "--parallel.engines", "2")
+TRACKING = ("--tracking.wandb", "off", "--tracking.record", "full")
+JOB = (*SHORT, *TRACKING, "--train.steps", "3", "--parallel.engines", "2")
 """The quickstart in small: one engine per rank."""
 END_S = 600.0
 LEFT_S = 60.0
@@ -45,6 +46,7 @@ class ClusterJob:
         base: Path,
         name: str,
         *options: str,
+        recipe: str = "quickstart_plain",
         ranks: int = 1,
         restarts: int = 0,
         environ: Mapping[int, Mapping[str, str]] | None = None,
@@ -57,7 +59,7 @@ class ClusterJob:
         """
         self.hosts, self.base = hosts, base
         self.folder = RunFolder(root=base / "runs" / name)
-        self._options = ["quickstart_plain", "--name", name, "--output-dir", str(base / "runs"), *JOB, *options]
+        self._options = [recipe, "--name", name, "--output-dir", str(base / "runs"), *JOB, *options]
         self._ranks, self._restarts = ranks, restarts
         self._started: dict[int, subprocess.Popen[bytes]] = {}
         for number in range(len(hosts.hosts)):
@@ -131,9 +133,10 @@ class ClusterJob:
         return "".join(f"== n{k}\n{self.log(k).read_text(errors='replace')[-6000:]}" for k in self._started)
 
     def left(self) -> list[str]:
-        """What is still there on any host when it had time to go."""
+        """What is still there on any host that is on when it had time to go."""
         deadline = time.monotonic() + LEFT_S
-        while left := [what for host in self.hosts.hosts for what in host.left()]:
+        living = [host for host in self.hosts.hosts if host.number not in self.hosts.cut]
+        while left := [what for host in living for what in host.left()]:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.5)
@@ -158,9 +161,9 @@ def four_ranks(base: Path) -> list[dict[str, Value]]:
     return undisturbed(base, 4)
 
 
-def undisturbed(base: Path, ranks: int) -> list[dict[str, Value]]:
+def undisturbed(base: Path, ranks: int, *options: str) -> list[dict[str, Value]]:
     folder, log_file = RunFolder(root=base / "runs" / f"one-{ranks}"), base / f"one-{ranks}.log"
-    run = ["quickstart_plain", "--name", folder.root.name, "--output-dir", str(base / "runs"), *JOB]
+    run = ["quickstart_plain", "--name", folder.root.name, "--output-dir", str(base / "runs"), *JOB, *options]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     with log_file.open("w") as log:
         started = subprocess.Popen(

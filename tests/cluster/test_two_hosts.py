@@ -13,6 +13,8 @@ from benchmarks.virtual_hosts import VirtualHosts
 from specactor.data.tokenizer import VOCAB_SIZE
 from specactor.metrics import Value, read_metrics
 from specactor.parallel.failure import RESUME
+from specactor.replay import records
+from tests.cluster import moving_recipe
 from tests.cluster.conftest import ROOT, ClusterJob
 from tests.rollout.conftest import start_script
 
@@ -31,23 +33,103 @@ def draft_model(base: Path) -> str:
     return folder
 
 
-def test_two_hosts_have_the_metrics_of_one(
-    base: Path, one_host: list[dict[str, Value]], two_hosts: VirtualHosts, draft_model: str
-) -> None:
-    """Also where the second host drafts for the engines of both, and the link is cut for a moment."""
+@pytest.fixture(scope="module")
+def moved(base: Path, draft_model: str) -> tuple[ClusterJob, Path, list[str]]:
+    """A job of which the first host is behind, the second one drafts for the engines of both, and the link is cut for a
+    moment; what its ranks sent their engines, and what was left."""
     drafting = ("--rollout.speculation.mode", "decoupled", "--rollout.speculation.draft-model", draft_model)
     drafters = ("--rollout.speculation.window", "4", "--parallel.drafters", "1", "--parallel.drafter-hosts", "1")
-    job = ClusterJob(two_hosts, base, "two", *drafting, *drafters)
-    job.wait_for("rollout", 2)
-    two_hosts.cut.add(1)
-    time.sleep(SHORT_CUT_S)
-    two_hosts.cut.discard(1)
-    assert job.wait() == [0, 0], job.output()
-    assert compared(job.folder) == one_host
+    with VirtualHosts(2) as hosts:
+        job, folder = moving(hosts, base, "two", *drafting, *drafters)
+        (folder / moving_recipe.GO).touch()
+        job.wait_for("rollout", 2)
+        hosts.cut.add(1)
+        time.sleep(SHORT_CUT_S)
+        hosts.cut.discard(1)
+        assert job.wait() == [0, 0], job.output()
+        return job, folder, job.left()
+
+
+def moving(
+    hosts: VirtualHosts,
+    base: Path,
+    name: str,
+    *options: str,
+    recipe: str = moving_recipe.__file__,
+    restarts: int = 0,
+) -> tuple[ClusterJob, Path]:
+    """One group fits in an engine, so others wait. Returns where ranks write what they send their engines, too."""
+    folder = base / f"{name}-sent"
+    folder.mkdir()
+    environ = {number: {"MOVING_FOLDER": str(folder)} for number in range(2)}
+    options = ("--rollout.engine.max-running-requests", "8", *options)
+    return ClusterJob(hosts, base, name, *options, recipe=recipe, restarts=restarts, environ=environ), folder
+
+
+def unmoved(lines: list[dict[str, Value]]) -> list[dict[str, Value]]:
+    return [{name: value for name, value in line.items() if name != "tail/groups_moved"} for line in lines]
+
+
+def test_two_hosts_have_the_metrics_of_one(
+    one_host: list[dict[str, Value]], moved: tuple[ClusterJob, Path, list[str]]
+) -> None:
+    job, _, left = moved
+    assert unmoved(compared(job.folder)) == unmoved(one_host)
     lines = read_metrics(job.folder.root)[1:]
     assert all(line["speculation/decoupled/processes"] == 1 for line in lines)
     assert sum(float(str(line["speculation/decoupled/drafted_ahead"])) for line in lines) > 0
     assert (job.folder.checkpoints / "step-000003").is_dir()
+    assert left == []
+
+
+def test_groups_that_wait_move_to_the_host_that_has_room(
+    base: Path, one_host: list[dict[str, Value]], moved: tuple[ClusterJob, Path, list[str]]
+) -> None:
+    """Each is begun once, and every response is that of one host, where none moved."""
+    job, folder, _ = moved
+    alone = base / "runs" / "one-2"
+    for step, line in enumerate(read_metrics(job.folder.root)[1:], start=1):
+        assert line["tail/groups_moved"] == moving_recipe.num_moved(folder, step) >= moving_recipe.NUM_MOVED
+        here, there = (records.read(records.file_of(root, step)).samples for root in (job.folder.root, alone))
+        assert [(s.request_id, s.token_ids.tolist(), s.score) for s in here] == [
+            (s.request_id, s.token_ids.tolist(), s.score) for s in there
+        ]
+        assert moving_recipe.begun(folder, step) == sorted(s.request_id for s in there)
+    assert all(line["tail/groups_moved"] == 0 for line in one_host[1:])
+
+
+@pytest.mark.deep
+def test_hosts_that_count_apart_are_caught(
+    base: Path, one_host: list[dict[str, Value]], two_hosts: VirtualHosts
+) -> None:
+    job, folder = moving(two_hosts, base, "apart", "--train.steps", "1", recipe=f"{moving_recipe.__file__}:apart")
+    assert job.wait() == [0, 0], job.output()
+    names = sorted(s.request_id for s in records.read(records.file_of(base / "runs" / "one-2", 1)).samples)
+    assert set(moving_recipe.begun(folder, 1)) == set(names)
+    assert moving_recipe.begun(folder, 1) != names
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("how", ["killed", "cut"])
+def test_a_host_that_is_lost_with_groups_of_another_is_overcome(
+    base: Path, one_host: list[dict[str, Value]], two_hosts: VirtualHosts, how: str
+) -> None:
+    """The step ends on all, as if none had moved."""
+    job, folder = moving(two_hosts, base, f"moved-{how}", "--resume", "auto", restarts=3)
+    job.wait_until(lambda: moving_recipe.num_moved(folder, moving_recipe.HELD) > 0, "that a group moves")
+    lost, gone = (f"specactor: rank {1 - k}: n{k}, the host of rank {k}, {SILENT} {RESUME}" for k in (1, 0))
+    wanted = [[lost], [gone] if how == "cut" else []]
+    two_hosts.kill(1) if how == "killed" else two_hosts.cut.add(1)
+    job.wait_until(lambda: [job.messages(0), job.messages(1)] == wanted, "its loss")
+    (folder / moving_recipe.GO).touch()
+    if how == "killed":
+        two_hosts.boot(1)
+        job.start(1, MOVING_FOLDER=str(folder))
+    else:
+        two_hosts.cut.discard(1)
+    assert job.wait() == [0, 0], job.output()
+    assert [job.messages(0), job.messages(1)] == wanted
+    assert unmoved(compared(job.folder)) == unmoved(one_host)
     assert job.left() == []
 
 

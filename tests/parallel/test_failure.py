@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -197,6 +199,37 @@ def test_a_rank_that_is_ended_says_where_the_launchers_store_is_gone(
         failures.on_sigterm()
     ended = f"ended by SIGTERM: the launcher of rank 0 is gone. {failure.RESUME}"
     assert capsys.readouterr().err == f"specactor: rank 1: {ended}\n"
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_of_three_hosts_one_says_that_another_is_lost(
+    heard: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second hears that the first has reported the third, before the first's launcher, and its store, are gone."""
+    for name, value in (("GRACE_S", 0.0), ("_NOTICE_S", 0.0), ("LINGER_S", 0.0)):
+        monkeypatch.setattr(failure, name, value)
+    monkeypatch.setattr(failure.os, "_exit", lambda code: None)
+    with pytest.raises(SystemExit), failure_guard(1, Closing(1, 0)) as failures:  # noqa: PT012
+        failures.know([Member(machine="a", pid=1), Member.here(), Member(machine="c", pid=1)])
+        if heard:
+            failures.on_reported()
+        failures.on_sigterm()
+        raise LOST
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("specactor: rank")]
+    assert len(said) == (not heard)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_launcher_whose_store_is_on_a_lost_host_is_ended(
+    rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for an answer; that of rank 0 has its store itself."""
+    ended: list[tuple[int, int]] = []
+    monkeypatch.setattr(failure.os, "kill", lambda *of: ended.append(of))
+    monkeypatch.setattr(failure.os, "_exit", lambda code: None)
+    failure.Failures(rank, Tickets()).on_silent("n1 has not answered.")
+    assert capsys.readouterr().err == f"specactor: rank {rank}: n1 has not answered. {failure.RESUME}\n"
+    assert ended == ([(os.getppid(), signal.SIGKILL)] if rank else [])
 
 
 def test_over_hosts_the_launchers_store_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

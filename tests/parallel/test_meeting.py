@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from specactor.errors import ConfigError
 from specactor.parallel import meeting
+from specactor.parallel.failure import TICKETS
 from specactor.parallel.meeting import Greeting, HostWatch, Meeting, difference, flat, meet
 
 CONFIG = {"name": "x", "train": {"steps": 3, "adam_betas": (0.9, 0.95)}}
@@ -106,11 +108,12 @@ def test_a_host_that_is_cut_off_is_missed_and_misses_the_first(port: int, monkey
         monkeypatch.setattr(meeting, name, seconds)
     links: list[Link] = [Link(port) for _ in range(3)]
     missed: list[list[str]] = [[], [], []]
+    reported = Counter[int]()
     hosts, machines = ("a", "b", "b", "c", "c"), ("0", "1", "1", "2", "2")
 
     def watch(host: int, rank: int) -> HostWatch:
         of_all = Meeting(open_store=links[host].open, hosts=hosts, machines=machines)  # type: ignore[arg-type]
-        return HostWatch(of_all, rank, missed[host].append)
+        return HostWatch(of_all, rank, missed[host].append, lambda: reported.update([rank]))
 
     with ExitStack() as stack:
         first, second, third = (stack.enter_context(watch(host, rank)) for host, rank in enumerate((0, 1, 3)))
@@ -119,6 +122,9 @@ def test_a_host_that_is_cut_off_is_missed_and_misses_the_first(port: int, monkey
         second.__exit__(None, None, None)
         time.sleep(4.0)
         assert missed == [[], [], []]
+        assert not reported
+        Link(port).open().add(TICKETS, 1)
+        wait_for(lambda: set(reported) == {0, 3})  # all whose hosts are there
         links[2].on.clear()
         wait_for(lambda: missed[0] and missed[2])
         links[2].on.set()
@@ -140,7 +146,7 @@ def test_a_rank_that_is_busy_and_a_connection_that_breaks_lose_no_host(
     with ExitStack() as stack:
         for rank, link in ((0, Link(port)), (2, Link(port, breaks=2))):
             of_all = Meeting(open_store=link.open, hosts=("a", "b", "b"), machines=("0", "1", "1"))  # type: ignore[arg-type]
-            stack.enter_context(HostWatch(of_all, rank, missed.append))
+            stack.enter_context(HostWatch(of_all, rank, missed.append, lambda: None))
         time.sleep(3.0)
         assert missed == []
 

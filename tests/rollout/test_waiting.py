@@ -103,6 +103,25 @@ def test_ranks_that_count_apart_are_caught(kind: type[Waiting]) -> None:
     assert (len(given_out) == len(set(given_out))) == (kind is Waiting)
 
 
+class Subtracting(Waiting):
+    """Takes what its own rank has begun off the end of the list as well."""
+
+    def _add(self, name: str, amount: int) -> int:
+        return super()._add(name if amount else name.replace("/end", "/taken"), amount)
+
+
+@pytest.mark.parametrize("kind", [Waiting, Subtracting])
+def test_groups_that_nobody_begins_are_caught(kind: type[Waiting]) -> None:
+    """Both ranks begin some, and stop."""
+    lists = held_back(requests_of(20, 2), engines=2, slots=2)
+    store = HashStore()
+    ranks = [kind(lists=lists, own=[i], slots=2, store=store, prefix="w") for i in range(2)]
+    begun = [r.seed for rank in ranks for _ in range(3) for r in rank.take(0)]
+    left = [r.seed for rank in ranks for r in rank.left()]
+    waited = sorted(r.seed for groups in lists.values() for group in groups for r in group)
+    assert (sorted(begun + left) == waited) == (kind is Waiting)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_engines_of_one_rank_that_die_lose_only_what_ran_there(seed: int) -> None:
     requests = make_requests(seed)

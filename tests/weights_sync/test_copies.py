@@ -17,7 +17,7 @@ from specactor.weights_sync.memory import SharedBuffer
 from specactor.weights_sync.messages import Holding, PlanReply
 from specactor.weights_sync.plan import Block, Chunk, Held, Span
 from specactor.weights_sync.pulls import JobPlan
-from tests.weights_sync.test_hosts import SIZE, Job, Rank
+from tests.weights_sync.hosts_job import SIZE, Job, Rank
 from tests.weights_sync.test_pull_faults import Engine
 
 NORM_OF_RANK_2 = 2 * SIZE - 3
