@@ -131,6 +131,14 @@ def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
         called(command.replay, run, "--step", 2)
 
 
+def test_bits_are_promised_where_engines_have_them() -> None:
+    plain = quickstart.plain()
+    engine = replace(plain.rollout.engine, extra_args={"attention_backend": "triton"})
+    assert command._guarantee(plain).startswith("same bits")
+    other = replace(plain, rollout=replace(plain.rollout, engine=engine))
+    assert command._guarantee(other).startswith("same law"), "float32 on CPUs, but not our own attention"
+
+
 def test_a_missing_checkpoint_is_told_before_the_start(tmp_path: Path, torchrun: list[Any]) -> None:
     shown = StringIO()
     with pytest.raises(DataError):
