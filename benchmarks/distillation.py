@@ -2,8 +2,8 @@
 
     python -m benchmarks.distillation layer|head TARGET FOLDER SHAPE_AS_JSON SOURCE_AS_JSON MAX_NEW_TOKENS
 
-Responses are sampled from the target at temperature 1, so the contexts are those of its rollouts. The whole
-distribution of every token is learned, not its top-k alone, since the vocabulary is small.
+Responses are sampled from the target at temperature 1, so the contexts are those of its rollouts. A dense model learns
+the whole distribution of every token, since the vocabulary is small; a head its top-k, as in a run.
 
 Shape legend: B sequences, T tokens of a response, V vocabulary.
 """
@@ -126,7 +126,11 @@ def make_head(target_dir: Path, folder: Path, how: HeadTraining, source: str, ma
     target = init.read_model(target_dir)
     examples = sampled(target, problems_of(target_dir, source, how.sequences), max_new_tokens, how.seed)
     head = init.read_draft(folder, target)
-    settings = DraftTrainingConfig(learning_rate=how.learning_rate, tokens_per_update=how.tokens_per_update)
+    settings = DraftTrainingConfig(
+        buffer_tokens=sum(len(example.token_ids) for example in examples),
+        learning_rate=how.learning_rate,
+        tokens_per_update=how.tokens_per_update,
+    )
     stats = command.learn(target, head, examples, settings, seed=how.seed, limit_s=float("inf"), updates=how.updates)
     init.write_model(head, folder, tokenizer=target_dir)
     return f"{said}, KL {stats.kl:.3f}, sum of min(p, q) {stats.overlap:.3f} while learning, {stats.seconds:.0f} s"

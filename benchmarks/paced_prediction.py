@@ -51,16 +51,18 @@ class Known:
 
     rates: NDArray[np.float64]  # [N], acceptance
     lucks: NDArray[np.float64]  # [N], see `Requests.luck`
+    lengths: NDArray[np.int64]  # [N], tokens after the first
 
     @classmethod
     def of(cls, setting: Setting, batch: int) -> Known:
         script = script_of(setting, second=0.0)
-        rates, lucks = [], []
+        rates, lucks, lengths = [], [], []
         for request in requests(setting, batch):
             rates.append(min(1.0, script.own(request.seed)))
             right = [script.is_right(request.seed, at) for at in range(1, request.sampling.max_new_tokens)]
+            lengths.append(len(right))
             lucks.append(fmean(luck(right, rates[-1], window) for window in WINDOWS))
-        return cls(rates=np.array(rates), lucks=np.array(lucks))
+        return cls(rates=np.array(rates), lucks=np.array(lucks), lengths=np.array(lengths))
 
 
 def luck(right: Sequence[bool], rate: float, window: int) -> float:
@@ -98,7 +100,7 @@ def _seconds(setting: Setting, policy: Policy, known: Known, host_s: float) -> f
         World(methods={DRAFTER: method}, start_s=0.0, replan_s=0.0, host_s=host_s),
         policy,
         Requests(
-            lengths=np.full(setting.batch, setting.tokens - 1),
+            lengths=known.lengths,
             groups=np.arange(setting.batch),
             odds=_odds(known.rates) / _odds(rate),
             luck=known.lucks,

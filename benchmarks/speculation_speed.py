@@ -10,6 +10,7 @@ within one repetition.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import signal
@@ -18,17 +19,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
 from benchmarks import speculation_speed_host as host
+from benchmarks import speculation_speed_models as grown
 from benchmarks.results import publish
-from benchmarks.speculation_speed_models import Shape, grow, grow_head
+from benchmarks.speculation_speed_models import Shape
 from benchmarks.speculation_speed_table import Cell, result
-from benchmarks.trained_models import CACHE, Models, head, task_models, task_recipe
+from benchmarks.trained_models import Models, cached, head, task_models, task_recipe
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
@@ -287,28 +289,25 @@ def _cell(
 # ------------------------------------------------------------------------------------------------------------- main
 
 
-def models_of(name: str) -> Models:
+def models_of(name: str, *, with_head: bool = True) -> Models:
     """The trained models of a task; heavy: task B's target with 100 M parameters, and its head grown with it."""
     models = task_models("A" if name == "A" else "B")
-    models = replace(models, head=head(models.target, "A" if name == "A" else "B"))
+    if with_head:
+        models = replace(models, head=head(models.target, "A" if name == "A" else "B"))
     if name != "heavy":
         return models
-    grown = {"target": (models.target, grow), "head": (models.head, grow_head)}
-    return replace(models, **{kind: grown_once(small, make) for kind, (small, make) in grown.items()})
-
-
-def grown_once(small: Path, make: Callable[[Path, Path, Shape], None]) -> Path:
-    folder = CACHE / f"grown-{small.name}"
-    if not folder.exists():
-        unfinished = folder.with_name(f".{folder.name}-{os.getpid()}")
-        make(small, unfinished, Shape())
-        unfinished.rename(folder)
-    return folder
+    parts = (asdict(Shape()), inspect.getsource(grown))
+    makers = {"target": grown.grow} | ({"head": grown.grow_head} if with_head else {})
+    found = {}
+    for kind, make in makers.items():
+        small: Path = getattr(models, kind)
+        found[kind] = cached(f"grown-{small.name}", parts, lambda folder: make(small, folder, Shape()))  # noqa: B023
+    return replace(models, **found)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="models B and heavy, few repetitions: about 10 minutes")
+    parser.add_argument("--quick", action="store_true", help="models B and heavy, few batches of the latter")
     parser.add_argument("--models", nargs="+", choices=list(FULL))
     parser.add_argument("--batches", nargs="+", type=int)
     parser.add_argument("--repetitions", type=int)

@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -34,10 +36,7 @@ def grow(small: Path, folder: Path, shape: Shape) -> None:
     """Write the grown model into the new `folder`. The hidden size must grow by a square of a power of two, and the
     ratio of query heads to key heads must stay: else it would not be the same function."""
     config = json.loads((small / "config.json").read_text())
-    factor = shape.hidden_size / config["hidden_size"]
-    same_groups = shape.num_heads * config["num_key_value_heads"] == shape.num_kv_heads * config["num_attention_heads"]
-    if factor not in (1, 4, 16) or not same_groups:
-        raise ValueError(f"shape: got {shape}, expected hidden_size times 1, 4 or 16 and equal heads per key head")
+    factor = _factor(config, shape)
     grown = _Grown(config, shape, factor**-0.5)
     weights = load_file(small / "model.safetensors")
     tensors = {name: grown.tensor(name, tensor) for name, tensor in weights.items()}
@@ -63,11 +62,20 @@ def grow(small: Path, folder: Path, shape: Shape) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def _factor(config: dict[str, int], shape: Shape) -> float:
+    """Return how many times as wide; ValueError where it would not be the same function."""
+    factor = shape.hidden_size / config["hidden_size"]
+    same_groups = shape.num_heads * config["num_key_value_heads"] == shape.num_kv_heads * config["num_attention_heads"]
+    if factor not in (1, 4, 16) or not same_groups:
+        raise ValueError(f"shape: got {shape}, expected hidden_size times 1, 4 or 16 and equal heads per key head")
+    return factor
+
+
 def grow_head(small: Path, folder: Path, shape: Shape) -> None:
     """Write the EAGLE-3 head of the small model as one of the grown model, which drafts the same."""
     config = json.loads((small / "config.json").read_text())
-    factor = shape.hidden_size / config["hidden_size"]
-    grown = _Grown(config, shape, factor**-0.5, inputs=2)
+    factor = _factor(config, shape)
+    grown = _Grown(config, shape, factor**-0.5, inputs=2, layers=len(config["eagle_config"][LAYERS]))
     tensors = {name: grown.tensor(name, tensor) for name, tensor in load_file(small / "model.safetensors").items()}
     folder.mkdir(parents=True)
     config |= {
@@ -83,15 +91,15 @@ def grow_head(small: Path, folder: Path, shape: Shape) -> None:
 
 
 class _Grown:
-    def __init__(self, config: dict[str, int], shape: Shape, norm: float, *, inputs: int = 1) -> None:
-        """Args: inputs: hidden states side by side that attention reads."""
+    def __init__(self, config: dict[str, int], shape: Shape, norm: float, *, inputs: int = 1, layers: int = 0) -> None:
+        """Args: hidden states side by side that attention reads; of so many layers that a head reads."""
         head_dim = config["head_dim"]
         self._norm = norm  # the mean square over more columns, the new ones zero, is smaller
         hidden, expert = shape.hidden_size, shape.expert_size
         queries, keys = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
-        self._beside = dict.fromkeys(("q_proj", "k_proj", "v_proj"), inputs) | {"fc": 3}
+        self._beside = dict.fromkeys(("q_proj", "k_proj", "v_proj"), inputs) | {"fc": layers}
         self._sizes = {
-            "fc": (hidden, 3 * hidden),
+            "fc": (hidden, layers * hidden),
             "q_proj": (queries, inputs * hidden),
             "k_proj": (keys, inputs * hidden),
             "v_proj": (keys, inputs * hidden),

@@ -222,7 +222,7 @@ class Contest:
 
 def measure(model: str, setting: Setting, repetitions: int, names: Sequence[str]) -> Tally:
     """All repetitions of one model."""
-    models = models_of(model)
+    models = models_of(model, with_head=False)
     todo = works(models, setting, repetitions)
     with engine_of(models, setting.law) as engine:
         contest = Contest(model, engine, models)

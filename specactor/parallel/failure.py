@@ -147,7 +147,10 @@ class Failures:
         """For other hosts the lost one is rank 0's, and with it the store."""
         self.report(f"{what} {RESUME}", asks=self.rank == 0)
         if self.rank != 0:  # torchrun waits for an answer of its store for as long as TCP does: a quarter of an hour
-            os.kill(os.getppid(), signal.SIGKILL)
+            with suppress(OSError):
+                command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+                if b"torchrun" in command or b"torch.distributed.run" in command:
+                    os.kill(os.getppid(), signal.SIGKILL)
         os._exit(1)
 
     def on_sigterm(self) -> None:

@@ -11,9 +11,10 @@ import os
 import pickle
 import queue
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -119,6 +120,7 @@ def load(chunks: list[Any], optimizer: Any, folder: Path) -> None:
 MAX_FILE_BYTES = 4 * 2**30
 """A safetensors file is closed when the next tensor would exceed this."""
 
+T = TypeVar("T")
 _WRITE_ERRORS = (OSError, SafetensorError, ValueError)
 """Raised for a full disk, a broken source folder or an unwritable path."""
 
@@ -183,6 +185,13 @@ class FolderWriter:
             os.rename(self._folder / f"part-{i}", self._folder / name)
 
 
+def _tried(write: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return write(), None
+    except _WRITE_ERRORS as error:
+        return None, error
+
+
 def export_hf(
     weights: Iterable[tuple[str, Tensor]],
     target: Path,
@@ -193,18 +202,14 @@ def export_hf(
 ) -> None:
     """Write `weights`, which every rank iterates, on rank 0, and all else from `source`. Collective; raises
     CheckpointError on all ranks."""
-    error: Exception | None = None
-    left = iter(weights)
+    writer, error = None, None
     if dist.get_rank() == 0:
-        try:
-            writer = FolderWriter(target)
-            for name, tensor in left:
-                writer.add(name, tensor)
-            writer.finish(source, dtype)
-        except _WRITE_ERRORS as caught:
-            error = caught
-    for _ in left:  # to the end, whatever happened: it is a collective
-        pass
+        writer, error = _tried(lambda: FolderWriter(target))
+    for name, tensor in weights:  # to the end, whatever happens: it is a collective, and its own errors are no writer's
+        if writer is not None and error is None:
+            _, error = _tried(partial(writer.add, name, tensor))
+    if writer is not None and error is None:
+        _, error = _tried(partial(writer.finish, source, dtype))
     failed = torch.tensor([int(error is not None)], device=device)
     dist.all_reduce(failed)
     if failed.item():

@@ -19,7 +19,7 @@ from benchmarks import speculation_speed_kernels as kernels
 from benchmarks.speculation_speed_host import Profile
 from benchmarks.speculation_speed_models import Shape, grow, grow_head
 from benchmarks.speculation_speed_profile import COLUMNS, page, profile_row
-from benchmarks.speculation_speed_table import Cell, misses, result, table, verdict
+from benchmarks.speculation_speed_table import Cell, aims, result, table, verdict
 from specactor.config import TinyModelConfig
 from specactor.cpu import sglang as cpu
 from specactor.data.tiny_model import make_tiny_model
@@ -221,19 +221,23 @@ def cell(name: str, batch: int, ratio: float, phase: str = "warm", *, unsure: fl
 
 def test_missed_aims_are_named() -> None:
     fast = [cell("auto", 1, 4.4), cell("auto", 64, 0.99), cell("SGLang NGRAM", 1, 4.2)]
-    assert not any(misses(fast).values())
+    assert [(len(aim.missed), aim.open) for aim in aims(fast)] == [(0, 0)] * 3
     slow = [cell("auto", 1, 1.9), cell("auto", 64, 0.97), cell("SGLang NGRAM", 64, 0.98)]
-    assert all(len(where) == 1 for where in misses(slow).values())
-    assert len(misses(slow)) == 3
-    assert not misses([cell("plain", 1, 1.0), cell("SGLang NGRAM", 1, 1.2)]), "what was not measured is not met"
+    assert [(len(aim.missed), aim.open) for aim in aims(slow)] == [(1, 0)] * 3
+    assert "missed in 1 of 2: A, batch 64, warm: 0.97. Open in 0." in str(aims(slow)[0])
+    assert not aims([cell("plain", 1, 1.0), cell("SGLang NGRAM", 1, 1.2)]), "what was not measured is not met"
 
 
-def test_an_aim_is_missed_when_the_whole_interval_misses_it() -> None:
-    unsure = [cell("auto", 1, 4.4), cell("auto", 64, 0.97, unsure=0.02), cell("SGLang NGRAM", 64, 0.98)]
-    assert not any(misses(unsure).values())
+def test_an_aim_is_open_where_the_interval_holds_the_bound() -> None:
+    unsure = [cell("auto", 1, 4.4), cell("auto", 64, 0.5, unsure=0.5), cell("SGLang NGRAM", 64, 0.98)]
+    floor, mean, builtins = aims(unsure)
+    assert (floor.missed, floor.open) == ((), 1)
+    assert str(floor).endswith("open in 1 of 2.")
+    assert (mean.missed, mean.open) == ((), 1)
+    assert (builtins.missed, builtins.open) == ((), 1)
     assert verdict(unsure).count("in 0") == 3
     few = replace(cell("auto", 64, 0.97), ratios=(0.97,) * 5)
-    assert not any(misses([few]).values()), "five repetitions have no such interval"
+    assert [(aim.missed, aim.open) for aim in aims([few])] == [((), 1)] * 2, "five repetitions have no such interval"
 
 
 def test_the_table_has_a_row_per_place_and_says_what_is_missing() -> None:

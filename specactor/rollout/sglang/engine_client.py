@@ -21,7 +21,7 @@ from specactor.rollout.child_process import Call, ChildDied, ChildProcess
 from specactor.rollout.frames import Failed
 from specactor.rollout.sglang import speculation_calls
 from specactor.rollout.sglang.engine_protocol import (
-    FROM_HOST,
+    FROM_ENGINE,
     Abort,
     Command,
     Done,
@@ -70,7 +70,7 @@ class Engine:
             run,
             Start(spec=spec),
             name=f"engine {spec.index}",
-            answers=FROM_HOST,
+            answers=FROM_ENGINE,
             environment=cpu.process_environment(spec.devices) | environment | speculation_calls.start_environment(spec),
             log_file=spec.log_file,
         )

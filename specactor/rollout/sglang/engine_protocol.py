@@ -119,5 +119,5 @@ class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 ToEngine = Start | Generate | Abort | RankCall | Command
 FromEngine = Ready | Finished | Progress | Done | RankReplies | Failed
 
-TO_HOST: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-FROM_HOST: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

@@ -17,7 +17,7 @@ from specactor.rollout import frames
 from specactor.rollout.frames import Failed, ProtocolError
 from specactor.rollout.sglang.backend import Backend
 from specactor.rollout.sglang.engine_protocol import (
-    TO_HOST,
+    TO_ENGINE,
     Abort,
     Command,
     Done,
@@ -40,7 +40,7 @@ _BACKSTOP_S = 30.0  # the trainer rank gives up first, and ends the engine: a ra
 
 def run(connection: socket.socket) -> None:
     """Serve until the end of the stream."""
-    frame = frames.read(connection, TO_HOST)
+    frame = frames.read(connection, TO_ENGINE)
     if frame is None:
         return
     header, first = frame
@@ -99,7 +99,7 @@ class _Server:
         while True:
             try:
                 header = frames.unpack_header(await reader.readexactly(frames.HEADER_BYTES))
-                message = frames.decode(await reader.readexactly(header.length), TO_HOST)
+                message = frames.decode(await reader.readexactly(header.length), TO_ENGINE)
             except (asyncio.IncompleteReadError, ConnectionResetError):
                 return  # the trainer rank is gone, or wants no more
             task = asyncio.create_task(self._answer(header.call, message))

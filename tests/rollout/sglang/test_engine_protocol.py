@@ -46,7 +46,7 @@ def through_socket(message: Any, decoder: msgspec.msgpack.Decoder[Any]) -> objec
     ],
 )
 def test_messages_to_the_host_arrive_as_they_were(message: p.ToEngine) -> None:
-    assert through_socket(message, p.TO_HOST) == message
+    assert through_socket(message, p.TO_ENGINE) == message
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_messages_to_the_host_arrive_as_they_were(message: p.ToEngine) -> None:
     ],
 )
 def test_messages_from_the_host_arrive_as_they_were(message: p.FromEngine) -> None:
-    assert through_socket(message, p.FROM_HOST) == message
+    assert through_socket(message, p.FROM_ENGINE) == message
 
 
 @given(st.binary(max_size=200))
 def test_garbage_is_a_protocol_error(data: bytes) -> None:
-    for decoder in (p.FROM_HOST, p.TO_HOST, FROM_DRAFTER, TO_DRAFTER):
+    for decoder in (p.FROM_ENGINE, p.TO_ENGINE, FROM_DRAFTER, TO_DRAFTER):
         try:
             frames.decode(data, decoder)
         except frames.ProtocolError:
@@ -75,7 +75,7 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
 def test_logprobs_keep_their_bits() -> None:
     values = [-0.1, -1e-30, -123.456789012345678]
     sent = p.Finished(request=0, token_ids=[1, 2, 3], logprobs=values, finish_reason="stop")
-    received = through_socket(sent, p.FROM_HOST)
+    received = through_socket(sent, p.FROM_ENGINE)
     assert isinstance(received, p.Finished)
     assert received.logprobs == values
 
@@ -93,14 +93,14 @@ def test_bad_headers_are_refused_before_anything_is_read(header: bytes, message:
     with ours, theirs:
         ours.sendall(header)
         with pytest.raises(frames.ProtocolError, match=message):
-            frames.read(theirs, p.FROM_HOST)
+            frames.read(theirs, p.FROM_ENGINE)
 
 
 def test_ends_of_the_stream() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         ours.close()
-        assert frames.read(theirs, p.FROM_HOST) is None
+        assert frames.read(theirs, p.FROM_ENGINE) is None
     whole = frames.pack(1, p.Done())
     for cut in (1, frames.HEADER_BYTES, len(whole) - 1):
         ours, theirs = socket.socketpair()
@@ -108,7 +108,7 @@ def test_ends_of_the_stream() -> None:
             ours.sendall(whole[:cut])
             ours.close()
             with pytest.raises(frames.ProtocolError, match="ended within a frame"):
-                frames.read(theirs, p.FROM_HOST)
+                frames.read(theirs, p.FROM_ENGINE)
 
 
 def test_a_spec_needs_a_device_per_rank() -> None:
