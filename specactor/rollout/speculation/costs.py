@@ -330,6 +330,11 @@ class OnlineCosts:
     def wanted(self, max_window: int) -> int:
         return min(TRIED[self._rounds % len(TRIED)], max_window)
 
+    @property
+    def turn(self) -> int:
+        """Return how often all windows were tried."""
+        return self._rounds // len(TRIED)
+
     def plain_is_next(self) -> bool:
         """Whether a plain round is `wanted` after the round that goes on."""
         return TRIED[(self._rounds + 1) % len(TRIED)] == 0
