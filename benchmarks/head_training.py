@@ -40,8 +40,8 @@ RATE = 1e-4
 """A tenth of the default, which is for draft models that have much to learn."""
 DEFAULT_RATE = (
     "At the default rate of 0.001 the noise of updates on one response each, all that fits the time here, unlearned "
-    "what the warm-up had taught: in count_bits accept_length went from 4.60 to 4.50 (KL) and to 4.41 (total variation), "
-    "measured before the rate fell with the tokens of an update."
+    "what the warm-up had taught: in count_bits accept_length went from 4.60 to 4.50 (KL) and to 4.41 (total "
+    "variation), measured before the rate fell with the tokens of an update."
 )
 TASK, LOSS = "HEAD_TRAINING_TASK", "HEAD_TRAINING_LOSS"  # variables of the runs' environment
 FIFTHS = tuple(f"{name} fifth" for name in ("1st", "2nd", "3rd", "4th", "5th"))
