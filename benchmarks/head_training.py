@@ -117,6 +117,12 @@ def table(runs: Mapping[str, Sequence[Run]], *, steps: int) -> Result:
             )
         told.append(f"{task}: {', '.join(ways)}")
         wrong += [f"{task}: {text}" for text in differences(own)]
+    longer = (
+        f"*{HARDER}*: numbers up to {curriculum.FIRST} in the first step, up to {curriculum.LAST} from "
+        f"{curriculum.RISE:.0%} of the run on. "
+        if HARDER in runs
+        else ""
+    )
     same = "Runs of a task have the same responses, rewards and losses." if not wrong else f"DIFFERENT: {wrong}."
     return Result(
         title="A head that learns with the policy",
@@ -125,8 +131,7 @@ def table(runs: Mapping[str, Sequence[Run]], *, steps: int) -> Result:
         + (f"missed by {', '.join(missed)}." if missed else "met by all."),
         intro=f"{steps} RL steps, one run each, mode coupled, window 4; all heads of a task begin as the warm-up made "
         f"them. *{KL}* and *{TOTAL_VARIATION}* are the losses of heads that learn after every step, for at most "
-        f"{SHARE:.0%} of its time, at a learning rate of {RATE:g}. *{HARDER}*: numbers up to {curriculum.FIRST} in "
-        f"the first step, up to {curriculum.LAST} from {curriculum.RISE:.0%} of the run on. {same}",
+        f"{SHARE:.0%} of its time, at a learning rate of {RATE:g}. {longer}{same}",
         columns=("task", "head", *FIFTHS, "updates per step", "share of the steps' time"),
         rows=rows,
         notes=DEFAULT_RATE,

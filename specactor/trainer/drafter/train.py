@@ -240,10 +240,10 @@ class DrafterTrainer:
         return loss, torch.stack([*sums, known_N.new_tensor(float(len(loss_N)))])
 
     def _rate(self, update: int) -> float:
-        """Return the learning rate of an update by its number: it rises along a line, then stays. Halved tokens take it
-        down by a square root each (Malladi et al., NeurIPS 2022, on Adam)."""
+        """Return the learning rate of an update by its number: it rises along a line, then stays. Each
+        halving of an update's tokens divides it by the square root of 2 (Malladi et al., NeurIPS 2022, on Adam)."""
         risen = min(1.0, (update + 1) / max(1, self.config.warmup_updates))
-        return self.config.learning_rate * risen * 0.5 ** (self.halvings / 2)
+        return self.config.learning_rate * risen * math.sqrt(0.5**self.halvings)
 
     def save(self, folder: Path) -> None:
         """Write everything that continuing needs. Collective; rank 0 writes (ZeRO: every rank)."""
