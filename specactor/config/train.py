@@ -232,7 +232,7 @@ class DistillationConfig:
     tokens_per_update: int = 8192
     """Of an optimizer update, all ranks together."""
     learning_rate: float = 1e-3
-    """Of AdamW, after the warm-up."""
+    """Of AdamW, after the warm-up; lower where time allows only smaller updates than `tokens_per_update`."""
     zero: Literal["off", "1", "2", "3", "1_offload", "2_offload", "3_offload"] = "off"
     """off: PyTorch's DistributedDataParallel; else DeepSpeed ZeRO of that stage, with _offload its optimizer's state
     in host memory."""

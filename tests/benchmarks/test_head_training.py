@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from benchmarks.drafter_refresh_runs import LENGTH, Run
-from benchmarks.head_training import BITS, FROZEN, HEADS, table, total_variation
+from benchmarks.head_training import BITS, FROZEN, HEADS, has_ended, table, total_variation
 
 
 def finished(name: str, length: float, tokens: str = "t") -> Run:
@@ -26,6 +27,16 @@ def test_heads_of_a_task_by_fifth_and_what_learning_takes() -> None:
     assert "same responses" in page.intro
     page = table({BITS: [finished(FROZEN, 3.0), finished("KL", 4.0, "other")]}, steps=10)
     assert "DIFFERENT: ['count_bits: KL: responses or rewards differ" in page.intro
+
+
+def test_a_run_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
+    """Without an evaluation the first line is of step 1."""
+    assert not has_ended(tmp_path / "nothing", 2)
+    for step in (1, 2):
+        assert not has_ended(tmp_path, 2)
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(f'{{"step": {step}}}\n')
+    assert has_ended(tmp_path, 2)
 
 
 def test_a_head_that_ends_lower_or_takes_too_long_misses_the_aim() -> None:

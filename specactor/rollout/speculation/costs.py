@@ -309,6 +309,11 @@ class OnlineCosts:
     def wanted(self, max_window: int) -> int:
         return min(TRIED[self._rounds % len(TRIED)], max_window)
 
+    @property
+    def turn(self) -> int:
+        """Return how often all windows were tried."""
+        return self._rounds // len(TRIED)
+
     def plain_is_next(self) -> bool:
         return TRIED[(self._rounds + 1) % len(TRIED)] == 0
 

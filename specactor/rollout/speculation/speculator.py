@@ -169,10 +169,12 @@ class Speculator:
     def _tried(self, sequences: Sequence[DraftSequence], caps: Sequence[int]) -> Decision:
         started = self._clock()
         self._tell(sequences)
-        seldom, most = self._may_rest(), self.config.window or 0
+        seldom, most, turn = self._may_rest(), self.config.window or 0, 0
         if self._chooses:
             most = self.costs.wanted(self.config.largest_window) or int(seldom)
-        decision = self.drafter_set.fixed(sequences, [min(cap, most) for cap in caps])
+            # Of draft models one drafts in a round: another is not seen unless it has its turn.
+            turn = self.costs.turn
+        decision = self.drafter_set.fixed(sequences, [min(cap, most) for cap in caps], turn=turn)
         if any(decision.drafts) or decision.together:
             self._fruitless = 0
             self._back_off.restart()

@@ -238,7 +238,10 @@ class DrafterTrainer:
         return loss, torch.stack([*sums, known_N.new_tensor(float(len(loss_N)))])
 
     def _rate(self, update: int) -> float:
-        return self.config.learning_rate * min(1.0, (update + 1) / max(1, self.config.warmup_updates))
+        """Return the learning rate of an update by its number: it rises along a line, then stays. Each
+        halving of an update's tokens divides it by the square root of 2 (Malladi et al., NeurIPS 2022, on Adam)."""
+        risen = min(1.0, (update + 1) / max(1, self.config.warmup_updates))
+        return self.config.learning_rate * risen * math.sqrt(0.5**self.halvings)
 
     def save(self, folder: Path) -> None:
         """Collective; rank 0 writes (ZeRO: every rank)."""

@@ -12,6 +12,7 @@ import torch
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
+from specactor.rollout.speculation.costs import CostTable
 from specactor.trainer.drafter.init import read_draft, read_model
 from specactor.weights_sync.draft_push import DraftSender, push_to_engine
 from tests.lib.ranks import run_alone
@@ -26,6 +27,7 @@ from tests.rollout.sglang.test_model_drafter import (
     batch,
     counts_by_drafter,
     counts_of,
+    make_dense,
     policy_digests,
     pushes_to,
 )
@@ -66,10 +68,16 @@ def spec_of(make_spec: Callable[..., EngineSpec], index: int, ranks: int, head: 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
 def knowing(
-    request: pytest.FixtureRequest, make_spec: Callable[..., EngineSpec], toy: tuple[str, str]
+    request: pytest.FixtureRequest,
+    make_spec: Callable[..., EngineSpec],
+    toy: tuple[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engine]:
-    """An engine of the toy policy, with the head that knows it."""
-    with running(spec_of(make_spec, 70 + request.param, request.param, toy[1], model_dir=toy[0])) as engine:
+    """An engine of the toy policy, with the head that knows it, and as `model:2` a draft model that does not."""
+    dense = make_dense(tmp_path_factory.mktemp("dense"), "seed=5", "num_hidden_layers=1")
+    config = replace(speculation(toy[1], 3), draft_model=(toy[1], dense))
+    spec = spec_of(make_spec, 70 + request.param, request.param, toy[1], model_dir=toy[0], speculation=config)
+    with running(spec) as engine:
         yield engine
 
 
@@ -192,6 +200,41 @@ def test_in_auto_a_head_is_a_candidate_beside_others(knowing: Engine, toy: tuple
     counts = counts_by_drafter(knowing)
     assert counts["model"].accepted >= 0.999 * counts["model"].drafted > 0
     assert (counts["model"].failures, counts["constant"].failures) == (0, 0)
+
+
+@two_ranks_are_deep("knowing")
+@pytest.mark.parametrize("are_costs_known", [True, False])
+def test_of_a_head_and_a_draft_model_the_better_drafts_a_fixed_window(
+    knowing: Engine, toy: tuple[str, str], tmp_path: Path, are_costs_known: bool
+) -> None:
+    """Though the draft model is named first, and said to be cheaper. While costs are measured both have a turn."""
+    requests, names = batch(1.0), ["model:2", f"{WRONG}:Shared"]
+    table = tmp_path / "costs.json"
+    verifies = [(n, n * rows, 0.05 + 1e-4 * n * rows) for n in (1, 32) for rows in (1, 5)]
+    drafts = {
+        name: [(n, n * w, s * w) for n in (1, 32) for w in (1, 4)] for name, s in (("model", 2e-3), ("model:2", 1e-3))
+    }
+    CostTable.fit(verifies, drafters=drafts).write(table)
+    config = replace(
+        speculation(toy[1], 4),
+        mode="auto",
+        drafters=tuple(names if are_costs_known else names[::-1]),
+        draft_model=(toy[1], "second"),
+        cost_table=str(table) if are_costs_known else "",
+    )
+    configure(knowing, OFF)
+    knowing.flush()
+    plain = facts(knowing.generate(requests))
+    configure(knowing, config)
+    knowing.flush()
+    counts_by_drafter(knowing)
+    assert facts(knowing.generate(requests)) == plain
+    counts = counts_by_drafter(knowing)
+    assert counts["model"].accepted >= 0.999 * counts["model"].drafted > 0
+    assert counts["model:2"].drafted > 0
+    assert (counts["model"].failures, counts["model:2"].failures) == (0, 0)
+    if are_costs_known:
+        assert counts["model:2"].drafted < 0.2 * counts["model"].drafted
 
 
 def test_a_push_to_a_head_of_a_reduced_vocabulary(strangers: Engine, random_head: str, model_dir: str) -> None:

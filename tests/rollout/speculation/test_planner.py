@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specactor.config import SpeculationConfig
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
@@ -166,13 +167,37 @@ def test_with_a_fixed_window_no_round_is_plain_though_all_drafts_are_wrong() -> 
 def test_with_a_fixed_window_requests_have_drafters_of_their_own() -> None:
     better = Certain("better", 0)
     world = better.world = World(auto(window=4), Partial("even", 0), better, requests=8, row_s=1e-5)
-    world.play(60)
+    world.play(250)
     world.speculator.report()
     world.play(100)
     counts = world.speculator.report()
     assert world.speculator.planner.current == f"{PER_REQUEST} with better"
     assert counts["even"].accepted == counts["even"].drafted == 100 * 4 * 4
     assert counts["better"].accepted == counts["better"].drafted == 100 * 4 * 4
+
+
+class Often(Late):
+    """Right for all requests, in four of five tokens."""
+
+    def _draft(self, sequence: DraftSequence, window: int) -> list[int]:
+        start = len(sequence.output_ids)
+        return [truth(sequence, start + j) + (self.coins.random() > 0.8) for j in range(window)]
+
+
+@pytest.mark.parametrize("config", [auto(window=4), auto()], ids=["fixed window", "chosen windows"])
+@pytest.mark.parametrize("better_first", [True, False])
+def test_of_two_draft_models_the_better_is_preferred(config: SpeculationConfig, better_first: bool) -> None:
+    """Though one that nobody has seen is believed to be worse than the other, and one drafts in a round."""
+    drafters = [Certain("better", 0), Often("often", 0)][:: 1 if better_first else -1]
+    world = World(config, *drafters, requests=8, row_s=1e-5)
+    for drafter in drafters:
+        drafter.world = world
+    world.play(60)
+    world.speculator.report()
+    world.play(100)
+    counts = world.speculator.report()
+    assert counts["better"].accepted == counts["better"].drafted > 0
+    assert counts["often"].rounds == 0
 
 
 def flapping() -> Counts:

@@ -50,6 +50,17 @@ def test_a_refresh_knows_from_the_last_how_long_a_micro_batch_takes() -> None:
     assert made.refresh(limit_s=1.0, clock=lambda: made.now_s).micro_steps == 1
 
 
+def test_an_update_of_fewer_tokens_has_a_lower_rate() -> None:
+    """Or the noise of single responses unlearns what a good draft model knows."""
+    made = trainer(warmup_updates=1, learning_rate=1e-2)
+    rates = []
+    for halvings in (0, 2, 6):
+        made.halvings = halvings
+        learn(made, 1)
+        rates.append(made._updater._adam.param_groups[0]["lr"])  # type: ignore[attr-defined]
+    assert rates == pytest.approx([1e-2, 5e-3, 1.25e-3])
+
+
 def test_one_slow_micro_batch_does_not_end_all_refreshes() -> None:
     made = Slow(cases.config(), cases.model(), seed=0)
     made.buffer.add(cases.examples())
