@@ -72,8 +72,8 @@ def token_weights(response_lens: Sequence[int], aggregation: Aggregation, max_ne
     """Return the weight of a token, per sequence, from the lengths of the *whole* update, on all ranks.
 
     Of S sequences: sequence_mean 1 / (S len); token_mean 1 / (all tokens); fixed_length 1 / (S max_new_tokens). A
-    sequence without tokens counts in S, with weight 0. Raises DataError when no sequence has a token, or for a negative
-    length.
+    sequence without tokens counts in S, with weight 0 under sequence_mean. Raises DataError when no sequence has a
+    token, or for a negative length.
     """
     num_sequences, total = len(response_lens), sum(response_lens)
     if total == 0 or min(response_lens) < 0:
