@@ -196,8 +196,9 @@ def learn(
 ) -> RefreshStats:
     """Distil the target into the model, in this process or, with equal arguments, in all of `group`.
 
-    `limit_s` includes a pass of the target over the examples, which is not used where `settings.top_k` is 0 and the model
-    is no head. With `updates` the learning rate falls to a hundredth over so many; 0: as many as fit, at one rate.
+    `limit_s` includes a pass of the target over the examples, which is not used where `settings.top_k` is 0 and the
+    model is no head. With `updates` the learning rate falls to a hundredth over so many; 0: as many as fit, at one
+    rate.
     """
     layers = model.layers_learned if isinstance(model, Head) else ()
     # A pass of the target takes a third of a head's update. It is made once where its states fit as they do in a run.
