@@ -43,7 +43,7 @@ class SpecActor:
     progress: Progress
     distillation: Distillation | None  # keeps the draft model fresh; None: it does not learn
     on_trace: Callable[[int, Sequence[Mapping[str, Sequence[Span]]]], None]
-    """takes a traced step's spans, per host and process"""
+    """It takes the number of a traced step and its spans, per host and process."""
     recorder: StepRecorder
     audit: Audit
     steps_done: int = 0

@@ -1,6 +1,7 @@
 """What a person sees of a run: a live line on a terminal, one line per step, a table at the end.
 
-Without a terminal only whole plain lines are written; a rank that does not print still measures its phases.
+Invariants: without a terminal only whole plain lines are written, no control codes; a rank that prints nothing still
+measures its phases, also those that fail; every change of phase is told.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ assert all(metric in METRICS for _, metric, _, _ in COLUMNS)
 
 
 class Progress:
-    """`quiet` prints nothing. `on_phase` gets each new phase ("" between two) and the number of finished steps."""
+    """Progress of one run on this rank.
+
+    `quiet` prints nothing. `on_phase` gets each new phase ("" between two) and the number of finished steps. `clock`
+    gives seconds.
+    """
 
     def __init__(
         self,
@@ -108,7 +113,7 @@ class Progress:
         return taken
 
     def spent(self) -> dict[str, float]:
-        """Return the same without a reset."""
+        """Return the seconds per phase since the last call of `seconds`."""
         return dict(self._seconds)
 
     def response(self, trajectory: Trajectory) -> None:
@@ -118,18 +123,20 @@ class Progress:
         self.update(tokens_per_s=self._tokens / spent if spent > 0 else 0.0)
 
     def count(self, done: int, total: int, *, loss: float) -> None:
+        """Show `done` of `total` supervised steps, and print a line at every fifth of the way."""
         self.update(done=done, total=total, loss=loss)
         if done * 5 // total > (done - 1) * 5 // total:
             self.note(f"{self._phase} {done}/{total}, loss {loss:.4f}")
 
     def update(self, **values: float) -> None:
+        """Set values of the status line: tokens_per_s, reward, accuracy and others. Cheap; any thread may call it."""
         self._shown = {**self._shown, **values}
 
     def note(self, text: str) -> None:
         self._print(f"[{self._clock() - self._begun:7.1f} s] {text}")
 
     def drafter_problems(self, counts: Mapping[str, Counts]) -> None:
-        """Print each reason once in a run."""
+        """Print what is wrong with drafters, each reason once in a run."""
         for name, of in counts.items():
             for problem in of.problems:
                 if problem not in self._problems:
@@ -138,6 +145,7 @@ class Progress:
                     self.note(f"drafter {name}: {problem}. That costs speed, and changes no token.")
 
     def step_line(self, step: int, metrics: Mapping[str, Value]) -> None:
+        """Print the line of a finished step; step 0 is the evaluation before the first."""
         now = self._clock()
         if self._last_line is not None:
             self._step_times.append(now - self._last_line)
@@ -158,7 +166,7 @@ class Progress:
             self._print(f"{name:<{width}}  {value}")
 
     def time_left_s(self) -> float | None:
-        """Return None before the first step."""
+        """Return the seconds of the remaining steps, at the mean of the last ten; None before the first step."""
         recent = self._step_times[-10:]
         if not recent:
             return None

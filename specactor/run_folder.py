@@ -30,9 +30,11 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
+    """What is run again of another run."""
+
     step: int  # the last
     alone: tuple[str, ...] = ()
-    """of that step, these groups ("3") and responses ("3.1") alone; they are not learned from"""
+    """Groups ("3") and responses ("3.1") of that step that alone are run, one by one; they are not learned from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +132,8 @@ class RunFolder:
 
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Path | None:
-    """Return None to start at step 0. Raises ConfigError for an existing run without resume, CheckpointError for a
-    missing checkpoint."""
+    """Return the checkpoint that `config.resume` asks for; None to start at step 0. Raises ConfigError for an existing
+    run without resume, CheckpointError for a missing checkpoint."""
     if config.resume == "off":
         if folder.metrics.exists():
             raise ConfigError.at(

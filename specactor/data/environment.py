@@ -47,7 +47,7 @@ FORMS = {
 
 @lru_cache(maxsize=256)
 def environment_of(name: str) -> type[Environment] | type[Agent] | None:
-    """Return None for the name of a verifier. Raises DataError for a class of neither kind."""
+    """Return the class of that name; None where it names a verifier. Raises DataError for a class of neither kind."""
     if ":" not in name or is_remote(name) or not inspect.isclass(found := find(name)):
         return None
     for method in ("run",) if hasattr(found, "run") else ("start", "step"):
@@ -70,7 +70,8 @@ def _takes(function: Any, arguments: Sequence[str]) -> bool:
 
 
 def checked(name: str, method: str, value: object) -> Said | float:
-    """Return what was said, or the reward. Raises DataError for neither."""
+    """Return the argument, what was said or a reward. Raises DataError for neither: that is a bug of the
+    environment."""
     if method != "run" and (isinstance(value, str) or are_messages(value)):
         return value
     if method != "start" and isinstance(value, Real) and math.isfinite(value):

@@ -1,7 +1,8 @@
 """All ranks fail together, with one message that names the rank and the cause.
 
-Invariants: one failure has one report, by the first rank that takes a ticket from the launcher's store, or one per host
-where that is gone; a rank that fails because of a peer lets it report first; after Ctrl-C all are gone in `GRACE_S`.
+Invariants: one failure has one report, on stderr, by the first rank that takes a ticket from the launcher's store, or
+one per host where that is gone; a rank that fails because of a peer lets it report first; a rank that torchrun ends is
+gone at once, over several hosts after `LINGER_S`; after Ctrl-C all are gone in `GRACE_S`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def here(cls, local_rank: int = 0, *, gpu: str = "") -> Member:
-        """Describe this process; `gpu` is its GPU's UUID."""
+        """Describe this process; `gpu` is its GPU's UUID, empty without one."""
         return cls(
             machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             pid=os.getpid(),
@@ -77,6 +78,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tell_launcher(message: str) -> None:
+    """Have torchrun end its own report with `message`."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):  # the message itself has been printed already
             # Its root cause is the earliest failure in whole seconds; peers end within the same second.
@@ -85,6 +87,7 @@ def tell_launcher(message: str) -> None:
 
 
 def launcher_store(address: str, port: int) -> Store | None:
+    """Return the store that torchrun keeps for its ranks; None where it cannot be reached."""
     import torch.distributed as dist
 
     try:
@@ -109,6 +112,7 @@ class Failures:
         self._store = store
 
     def know(self, members: Sequence[Member]) -> None:
+        """Know all ranks of the job, in order, so that a report can name one that was killed."""
         self._members = members
 
     def report(self, message: str, *, trace: str = "", asks: bool = True) -> None:
@@ -121,16 +125,17 @@ class Failures:
             time.sleep(LINGER_S)
 
     def on_reported(self) -> None:
-        """Another rank has reported, which nobody can be asked once the launcher of rank 0 is gone."""
+        """Remember that some rank has reported; the store cannot say so once rank 0's launcher is gone."""
         self._told = True
 
     def wait_for_report(self) -> None:
+        """Wait until another rank has reported, at most `GRACE_S`."""
         deadline = time.monotonic() + GRACE_S
         while self._store is not None and time.monotonic() < deadline and self._tickets(0) == 0:
             time.sleep(_LOOK_EVERY_S)
 
     def lost(self) -> str:
-        """Return ranks of this machine that are gone; empty if another rank has reported."""
+        """Return which ranks of this machine are gone; empty when none is, or another rank has reported."""
         mine = Member.here()
         deadline = time.monotonic() + _NOTICE_S
         while True:
@@ -144,7 +149,7 @@ class Failures:
         return len({member.machine for member in self._members}) > 1
 
     def on_silent(self, what: str) -> None:
-        """For other hosts the lost one is rank 0's, and with it the store."""
+        """Report a lost host, and end. For ranks of other hosts it is rank 0's, and with it the store is lost."""
         self.report(f"{what} {RESUME}", asks=self.rank == 0)
         if self.rank != 0:  # torchrun waits for an answer of its store for as long as TCP does: a quarter of an hour
             with suppress(OSError):
@@ -160,7 +165,7 @@ class Failures:
         os._exit(128 + signal.SIGTERM)
 
     def on_sigint(self) -> None:
-        """The main thread may be stuck in a library."""
+        """End after GRACE_S, since the main thread may be stuck in a library; it gets KeyboardInterrupt."""
         time.sleep(GRACE_S)
         os._exit(128 + signal.SIGINT)
 

@@ -1,7 +1,8 @@
 """How ranks meet, and how silent hosts are noticed.
 
-Invariants: errors are raised with one message on every rank that is there; leftovers of an earlier start mean nothing;
-every wait has a bound; a host that left in good order is not missed.
+Invariants: what is wrong is raised on every rank that is there, with one message; what an earlier start left in the
+launcher's store means nothing; every wait has a bound, also while a connection hangs; a host that left in good order is
+not missed, nor one while this process itself did not run; loopback is found only where its interface is named.
 """
 
 from __future__ import annotations
@@ -59,16 +60,19 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
+    """All ranks of one start of the job."""
+
     open_store: Callable[[], Store]  # connects anew to a store that only this start of the job has
     hosts: tuple[str, ...]  # each rank's name
     machines: tuple[str, ...]  # tell each rank's host from others
 
 
 def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, object]) -> Meeting:
-    """Wait for all ranks; set the interface that gloo uses over several hosts.
+    """Wait for all ranks, and return what they have in common. Sets the interface that gloo uses over several hosts.
 
     Args:
         head: host of the launcher's store, and of rank 0.
+        config: the resolved settings.
 
     Raises ConfigError where hosts cannot reach each other, or differ in program or settings.
     """
@@ -94,6 +98,7 @@ def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, ob
 
 
 def _hold(store: Store, own: Greeting, world: int) -> tuple[str, Verdict]:
+    # a name that nobody had before: the others may read that of an earlier start first
     token = uuid.uuid4().hex
     store.set(_TOKEN, token)
     greetings = [own]
@@ -271,7 +276,7 @@ class HostWatch:
 
 def own_address(peers: Sequence[str]) -> str:
     """Return the address on GLOO_SOCKET_IFNAME's interface, or on the way to the first peer outside. Raises ConfigError
-    for none."""
+    where there is none."""
     named = os.environ.get(INTERFACE, "").partition(",")[0]
     found = next(iter(_addresses_of(named)), "") if named else leading_out(peers)
     if not found:
@@ -286,7 +291,7 @@ def own_address(peers: Sequence[str]) -> str:
 
 
 def leading_out(peers: Sequence[str]) -> str:
-    """Return the address on the way to the first of `peers` that is not this host."""
+    """Return the address on the way to the first of `peers` that is not this host; empty where none is."""
     return next(filter(_leads_out, map(towards, peers)), "")
 
 

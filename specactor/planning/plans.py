@@ -1,9 +1,10 @@
 """Plans of a rollout, the options for `search`, and tokens that rounds emit. PURE.
 
-survival_j = P(the first j draft tokens are accepted). Shapes: S states, K windows 0..w.
+Sizes are bytes, times seconds, counts devices, engines, requests or tokens. survival_j = P(the first j draft tokens are
+accepted). Shapes: S states, K windows 0..w.
 
-Invariants: a round emits at least 1 token, and no fewer when survivals rise; with a drafter that takes no time
-`running` is `pipelined`.
+Invariants: a window of 0 is plain decoding, and nothing else is; no count, time or probability is out of range; a round
+emits at least 1 token, and no fewer when survivals rise; with a drafter that takes no time `running` is `pipelined`.
 """
 
 from __future__ import annotations
@@ -173,7 +174,8 @@ def coupled_tokens(survival: Sequence[float], window: int) -> float:
 def pipelined(survival: Sequence[float], window: int) -> Pipelined:
     """Return rounds that last until windows are there.
 
-    A request is ready (its window is there), or its drafter starts again from the commit, after a plain step.
+    A request is ready (its window is there), or its drafter starts again from the commit, after a plain step. The entry
+    of `survival` behind the window is extrapolated if missing.
     """
     assert 1 <= window <= len(survival), window
     onward = survival[window] if len(survival) > window else _next(survival[:window])
@@ -207,8 +209,8 @@ class Pace:
 def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
     """Return rounds that verify what is there at their beginning.
 
-    A request has draft tokens in stock beyond the commit, or is lost and has a plain step: the drafter then has that
-    long, less a message both ways and the rest of its current step.
+    A request has draft tokens in stock beyond the commit, or it is lost: the commit is not what was drafted, and its
+    round is a plain step. To draft again the drafter has that round, less a message both ways and the rest of its step.
     """
     checked(survival)
     assert 1 <= window <= len(survival), window

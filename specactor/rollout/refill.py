@@ -46,7 +46,7 @@ class Verdicts:
             self.told += [self.store.get(f"{self.prefix}/{i + 1}").decode() for i in range(len(self.told), count)]
 
     def forget(self) -> None:
-        """Clear the store; all ranks must have read this one's."""
+        """Delete this rank's keys, and the counter, from the store. Call it when all ranks have read them."""
         if self.store is not None:
             for key in (*self._own, f"{self.prefix}/n"):
                 self.store.delete_key(key)

@@ -1,8 +1,9 @@
 """Which responses a step asks for, and from which engine. PURE.
 
 Invariants: a request's seed depends on run, step (with `rollout.noise_visits` K > 1 epoch // K), problem and sample
-alone, so never on engines; a repeated problem gets further samples; a group goes to one engine; engines differ by at
-most one group's work.
+alone: the same step asks for the same tokens after a resume, on any number of engines; a repeated problem gets further
+samples; a group goes to one engine, whose prefix cache holds its prompt; engines differ by at most one group's work;
+equal input gives an equal assignment.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ def group_requests(
     step: int,
     earlier: Sequence[DrawnProblem] = (),
 ) -> list[RolloutRequest]:
-    """Return `config.group_size` requests per problem; the step has asked for `earlier` ones before."""
+    """Return `config.group_size` requests per problem, group by group; the step has asked for `earlier` problems
+    before.
+
+    Ids begin with the number of finished steps.
+    """
     asked = [problem.index for problem in (*earlier, *problems)]
     sampling = sampling_of(config)
     return [
@@ -49,7 +54,7 @@ def group_requests(
 def held_out_requests(
     problems: Sequence[Problem], *, config: RolloutConfig, run_seed: int, samples: int
 ) -> list[RolloutRequest]:
-    """Return one greedy request per problem, or `samples` with fixed seeds."""
+    """Return one greedy request per problem, or `samples` that are the same whenever they are asked for."""
     sampling = sampling_of(config)
     if samples == 1:
         sampling = SamplingParams(
@@ -81,7 +86,7 @@ def sampling_of(config: RolloutConfig) -> SamplingParams:
 
 
 def assign(requests: Sequence[RolloutRequest], num_engines: int) -> list[list[RolloutRequest]]:
-    """Return requests per engine; the heaviest group goes first, to the lightest engine.
+    """Return requests per engine, in the order of `requests`; the heaviest group goes first, to the lightest engine.
 
     A group weighs its prompts and the tokens that it may generate.
     """
@@ -106,7 +111,8 @@ def assign(requests: Sequence[RolloutRequest], num_engines: int) -> list[list[Ro
 def merge(
     requests: Sequence[RolloutRequest], delivered: Iterable[Trajectory]
 ) -> tuple[list[Trajectory], list[RolloutRequest]]:
-    """Return (finished, unfinished). Raises EngineError for unknown or second responses."""
+    """Return (finished, unfinished), each in the order of `requests`. Raises EngineError for unknown or second
+    responses."""
     wanted = {request.request_id for request in requests}
     if len(wanted) != len(requests):
         raise EngineError("request_id: used twice in one rollout. Ids must be unique within a call.")

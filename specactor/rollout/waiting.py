@@ -2,7 +2,8 @@
 
 Ranks know all requests: only counts travel, through the launcher's store.
 
-Invariants: a group is taken once, and whole; what nobody took is its first rank's; who takes it changes no token.
+Invariants: a group is taken once, and whole; a rank gets its own groups while others have not taken them; what nobody
+took is its first rank's; who takes it changes no token.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_ASKED = 16
 def held_back(requests: Sequence[RolloutRequest], *, engines: int, slots: int) -> dict[int, list[Group]]:
     """Return, by engine, the groups that find its `slots` taken; none where there is one engine.
 
-    Group i is meant for engine i modulo `engines`.
+    Group i is meant for engine i modulo `engines`, which is sent groups until each slot has a request.
     """
     groups: dict[int, Group] = {}
     for request in requests:
@@ -43,10 +44,11 @@ class Waiting:
     """What waits in one rollout, as one rank sees it."""
 
     lists: Mapping[int, Sequence[Group]]
-    """By engine of the job: its own rank takes from the front, others from the end."""
+    """By engine of the job. Its own rank takes from the front, others from the end, once their own lists are empty."""
     own: Collection[int]
     """Engines of this rank."""
     slots: int
+    """Requests that an engine runs at once."""
     store: Store | None
     """None where there is one rank."""
     prefix: str
@@ -55,6 +57,7 @@ class Waiting:
     num_moved: int = 0
     """Groups that this rank took of others."""
     _fronts: Counter[int] = field(default_factory=Counter)
+    """Groups taken from the front of each of this rank's lists."""
     _over: set[int] = field(default_factory=set)
     """Lists that are known to be empty."""
     _alone: Counter[str] = field(default_factory=Counter)
@@ -69,7 +72,8 @@ class Waiting:
         return len(self._over) >= len(self.lists)
 
     def take(self, running: int) -> Group:
-        """Return a group, if any, for an engine that runs so many requests."""
+        """Return a group for an engine of this rank that runs so many requests; empty where there is none, or no
+        room."""
         room = self.slots - running
         if room <= 0 or self.is_over:
             return []
@@ -87,7 +91,8 @@ class Waiting:
         return []
 
     def left(self) -> list[RolloutRequest]:
-        """Return what nobody took of this rank's lists, since engines died. Call it once, when all ranks are done."""
+        """Return what nobody took of this rank's lists, since engines died, and delete their counts. Call it once, when
+        all ranks are done."""
         found: list[RolloutRequest] = []
         for engine in set(self.own) & self.lists.keys():
             groups = self.lists[engine]
@@ -114,7 +119,7 @@ class Waiting:
         return False
 
     def _longest(self) -> int | None:
-        """Return which of others' next engines has most groups left."""
+        """Return which of the next MAX_ASKED lists of others has most groups left, or None."""
         around = sorted(self.lists, key=lambda engine: (engine < min(self.own, default=0), engine))
         while asked := [e for e in around if e not in self._over and e not in self.own][:MAX_ASKED]:
             left = {e: len(self.lists[e]) - self._add(f"{e}/taken", 0) for e in asked}

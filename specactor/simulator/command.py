@@ -24,7 +24,7 @@ MOST_REQUESTS = 2048  # of one engine
 TRAIN_FLOPS = 6.0  # operations per parameter and token of a forward and a backward
 MFU = 0.35  # share of a device's operations per second that training attains. Assumed
 TRUTH = Method(rate=0.0, decay=0.98, spread=0.5, drift=0.01, staleness=0.05)
-"""how acceptance is taken to differ by position, request, length and age"""
+"""It says how acceptance is taken to differ by position, request, length and age."""
 JITTER = 0.02
 PHASES = ("rollout_s", "train_s", "sync_s", "refresh_s", "seconds")
 COUNTS = ("tokens", "drafted", "accepted", "rounds", "events", "decisions")

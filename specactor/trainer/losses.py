@@ -1,6 +1,7 @@
 """Losses of policy and critic per token, and weights that correct for how tokens were sampled. PURE.
 
-Shapes: T response tokens of a micro-batch on this rank, S sequences.
+Shapes: T response tokens of a micro-batch on this rank, S sequences. Log-probabilities are natural, at the sampling
+temperature.
 
 An update's loss is the sum over its tokens, on all ranks, of ``weight * loss``, whatever its micro-batches are.
 """
@@ -42,8 +43,11 @@ def policy_loss_T(
 
     Args:
         old_logprobs_T: of the policy that sampled, as the trainer computes them.
-        sequence_T: each token's sequence, numbered alike on a context-parallel group; for gspo, like the next two.
-        sum_over_context: sums a tensor (S) over that group. Every rank calls it equally often, also with T = 0.
+        advantages_T: equal for all tokens of a sequence.
+        sequence_T: int64, each token's sequence, numbered alike on a context-parallel group; read by gspo alone, like
+            the next two.
+        sum_over_context: sums a float tensor (S) over that group, in place or not; the identity without context
+            parallelism. Every rank calls it equally often, also with T = 0.
     """
     old_logprobs_T, advantages_T = old_logprobs_T.detach(), advantages_T.detach()
     log_ratio_T = logprobs_T - old_logprobs_T
@@ -65,8 +69,12 @@ def policy_loss_T(
 
 
 def token_weights(response_lens: Sequence[int], aggregation: Aggregation, max_new_tokens: int) -> list[float]:
-    """Return the weight of each token of every sequence, from the lengths of the *whole* update, on all ranks. Raises
-    DataError when no sequence has a token, or for a negative length."""
+    """Return the weight of a token, per sequence, from the lengths of the *whole* update, on all ranks.
+
+    Of S sequences: sequence_mean 1 / (S len); token_mean 1 / (all tokens); fixed_length 1 / (S max_new_tokens). A
+    sequence without tokens counts in S, with weight 0 under sequence_mean. Raises DataError when no sequence has a
+    token, or for a negative length.
+    """
     num_sequences, total = len(response_lens), sum(response_lens)
     if total == 0 or min(response_lens) < 0:
         raise DataError(
@@ -98,7 +106,8 @@ def gae(
     """Return (advantages, returns) of the tokens of every response, float64.
 
     Generalised advantage estimation, arXiv 1506.02438 eq. 16, with lambda as `decay`. The last token earns the reward,
-    and nothing is expected after it. `values` are the rewards expected before each token.
+    and nothing is expected after it. `values` are the rewards expected before each token; returns, which they are to
+    become, are advantage + value.
     """
     longest = max(map(len, values), default=0)
     values_ST = torch.zeros(len(values), longest + 1, dtype=torch.float64)  # responses end in the last column but one
@@ -133,7 +142,7 @@ def gae_of_turns(
 
 
 def turn_numbers(mask_T: Tensor) -> Tensor:
-    """Return the turn of each sampled token, from 0 on."""
+    """Return the turn of each sampled token, from 0 on; tokens that were not sampled end one."""
     before_T = torch.cat([mask_T.new_zeros(1), mask_T[:-1]])
     return ((mask_T & ~before_T).cumsum(0) - 1)[mask_T]
 
@@ -175,7 +184,7 @@ def _pessimistic(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_hi
 def _sequence_mean_S(
     values_T: Tensor, sequence_T: Tensor, num_sequences: int, sum_over_context: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return nan where a sequence has no token."""
+    """Return the mean of each sequence's tokens, on whatever ranks these are; nan without any."""
     zeros_S = values_T.new_zeros(num_sequences)
     sum_S = sum_over_context(zeros_S.index_add(0, sequence_T, values_T))
     count_S = sum_over_context(zeros_S.index_add(0, sequence_T, torch.ones_like(values_T)))
@@ -200,7 +209,12 @@ def correction_weights_T(
     """Return (weight of every token, without gradient; whether the bounds changed it).
 
     The ratio exp(trainer - sampled) is a token's own, the product over its response (unbiased, of a variance that grows
-    with length), or their geometric mean. What is cut stays in the denominators of `token_weights`.
+    with length), or their geometric mean. Within `bounds` of the ratio [low, high] the weight is the ratio; outside
+    truncate makes it the nearer bound, mask 0. reject makes weights 1, and 0 for a whole response with any ratio
+    outside. What is cut stays in the denominators of `token_weights`.
+
+    Args:
+        sequence_T, num_sequences, sum_over_context: as of `policy_loss_T`.
     """
     log_ratio_T = trainer_logprobs_T.detach() - sampled_logprobs_T.detach()
     zeros_S = log_ratio_T.new_zeros(num_sequences)

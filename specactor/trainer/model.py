@@ -110,8 +110,8 @@ class Policy:
 
 
 def build(model_dir: Path, *, dtype: str, train: TrainConfig, scalar: bool = False) -> Policy:
-    """Build the model of a Hugging Face folder. Collective. `scalar` makes one output per token, 0 at first. Raises
-    ConfigError for a model that cannot be represented."""
+    """Return the model of a Hugging Face folder with its weights, spread by Megatron's parallel state. Collective.
+    `scalar` makes one output per token, 0 at first. Raises ConfigError for a model that cannot be represented."""
     settle_arithmetic(dtype, deterministic=train.deterministic)
     local_spec = not has_transformer_engine()
     bridge = _make_bridge(model_dir, dtype, local_spec, train, scalar=scalar)
@@ -134,7 +134,8 @@ def build(model_dir: Path, *, dtype: str, train: TrainConfig, scalar: bool = Fal
 
 
 def settle_arithmetic(dtype: str, *, deterministic: bool) -> None:
-    """Call this before the first kernel. What the user has set stays."""
+    """Choose how this process multiplies and sums: in float32 without TF32. Call this before the first kernel. What the
+    user has set stays."""
     if dtype == "float32":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         # With TF32, which TransformerEngine asks for in spite of these, engine and trainer could not agree to 1e-4.
@@ -146,7 +147,8 @@ def settle_arithmetic(dtype: str, *, deterministic: bool) -> None:
 
 
 def read_hf_config(model_dir: Path) -> Any:
-    """Raise ConfigError for a model that mbridge cannot represent."""
+    """Return the folder's configuration, with ``rope_theta`` where mbridge reads it. Raises ConfigError for a model
+    that mbridge cannot represent."""
     if not (model_dir / "config.json").is_file():
         raise ConfigError.at(
             "model.path", str(model_dir), "a folder with config.json", "Give the folder of a Hugging Face model."

@@ -21,14 +21,15 @@ from specactor.types import TrainSequence
 
 
 def padded_len(length: int, multiple: int) -> int:
+    """Return `length`, rounded up: context and sequence parallelism need a multiple of each sequence."""
     return -(-length // multiple) * multiple
 
 
 def balance(
     lengths: Sequence[int], ranks: int, tokens_per_microbatch: int, *, multiple_of: int = 1
 ) -> list[list[list[int]]]:
-    """Return per data-parallel rank its micro-batches; per micro-batch, ascending indices into `lengths`, which are as
-    packed.
+    """Return per data-parallel rank its micro-batches; per micro-batch, ascending indices into `lengths`: tokens of
+    each sequence as packed (`padded_len`), 1 or more.
 
     The longest sequence goes first, each into the emptiest micro-batch (Graham's LPT rule, SIAM J. Appl. Math. 17,
     1969). Raises ConfigError for a sequence longer than a micro-batch, DataError for one without tokens.
@@ -62,7 +63,7 @@ def _fewest_bins(lengths: Sequence[int], capacity: int) -> int:
 
 
 def _pack(lengths: Sequence[int], num_bins: int, capacity: int) -> list[list[int]] | None:
-    """Return None when a sequence does not fit into the emptiest bin."""
+    """Return the sequences of each bin by the LPT rule; None when one does not fit into the emptiest bin."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0, b) for b in range(num_bins)]  # (tokens, bin): ties go to the first bin
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -92,7 +93,8 @@ def _deal(bins: list[list[int]], lengths: Sequence[int], ranks: int) -> list[lis
 
 
 def checked(sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
-    """Raise DataError for a sequence without prompt, or with log-probabilities or a mask of another length."""
+    """Return the argument. Raises DataError for a sequence without prompt, or with log-probabilities or a mask of
+    another length."""
     for i, s in enumerate(sequences):
         if not 1 <= s.prompt_len <= len(s.token_ids):
             raise DataError(

@@ -1,14 +1,16 @@
 """An EAGLE-3 head, or an MTP layer, on SGLang's model runner.
 
 It reads pairs of a token and the target's hidden states at the token before, which `TargetStates` keeps at the slots of
-the target's keys. Further on in a draft its own stand in for them.
+the target's keys: like these they belong to a prefix, follow an accepted path, and are overwritten after a rejection.
+A cache that restores keys from the host, to other slots, would not restore them, and is refused. Further on in a draft
+the head's own states stand in for them.
 
 Invariants: those of `draft_runner`, and
 - a pair's key lies at its token's slot, since texts may share the slot before. The first token has no pair: the head's
   page table is the target's from its second column on;
 - a key computed from the head's own hidden states is never read in a later round.
 
-Shape legend: R rows, B texts, V vocabulary, S slots, F features of a token.
+Shape legend: R rows, B texts, V vocabulary, S slots, F features of a token: the hidden states of all layers read.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ MTP_WEIGHTS = "model.mtp_layers."  # how the names of an MTP layer's weights beg
 
 
 class TargetStates:
-    """Hidden states of the target, by slot."""
+    """Hidden states of the target by slot, of the layers that a head reads."""
 
     def __init__(self, target: Any, head: Any, *, num_slots: int) -> None:
         """Have `target` write them. Call it before CUDA graphs are captured."""
@@ -68,7 +70,7 @@ def _capture(model: Any, config: Any) -> None:
 
 
 def refuse_unfit(folder: Path, *, hierarchical_cache: bool) -> None:
-    """Raise EngineError for a head that SGLang would serve wrongly."""
+    """Raise EngineError for a head that SGLang would serve wrongly. Call it before a draft model is loaded."""
     config = json.loads((folder / "config.json").read_bytes())
     architectures = config.get("architectures") or ()
     if hierarchical_cache and "MiMoForCausalLM" in architectures:
@@ -105,7 +107,8 @@ def refuse_unfit(folder: Path, *, hierarchical_cache: bool) -> None:
 
 
 def prepare(target: Any, head: Any) -> TargetStates:
-    """Give the head what it shares with the target, before attention backends are made."""
+    """Give the head what it shares with the target; return the target's states. Call it with SGLang's runners, between
+    the making of pools and of attention backends."""
     if (page := head.token_to_kv_pool.page_size) != 1:
         raise EngineError(
             f"rollout.speculation: got an EAGLE-3 head or MTP layer and pages of {page} tokens, expected 1: its keys "
@@ -191,13 +194,13 @@ class HeadRunner(DraftRunner):
         return hidden
 
     def _computed(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return what logits are made of, and what the next pair reads."""
+        """Return what logits are made of, and what the next pair reads, [R, H] each."""
         hidden, [own] = super()._forward(batch)
         return hidden, own
 
 
 class MtpRunner(HeadRunner):
-    """Drafts with the target's MTP layer, again and again."""
+    """Drafts with the target's MTP layer, again and again: first on the target's hidden states, then on its own."""
 
     def _computed(self, batch: Any) -> tuple[Tensor, Tensor]:
         # SGLang's layer hides the token at position 0. Megatron, which trains it, does not; and rotary embedding tells

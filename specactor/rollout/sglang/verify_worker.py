@@ -4,8 +4,8 @@ A round verifies all requests' drafts in one forward pass, in which SGLang's own
 the noise of (request seed, position), and keeps what equals it. So tokens and log-probabilities are those of plain
 decoding.
 
-Rank 0 decides what is drafted and how many plain rounds follow. A draft model runs on all ranks, and rank 0's tokens
-are verified.
+Rank 0 decides what is drafted and how many plain rounds follow. Text drafters run there alone, a draft model on all
+ranks, and rank 0's tokens are verified.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return emitted
 
     def _accepted(self, reqs: Sequence[Any], rows: Rows, samples: Sequence[int]) -> list[list[int]]:
-        """Return the kept rows per request; their slots are brought to where they belong."""
+        """Return the kept rows per request; their slots are brought to where its next tokens look for them."""
         paths: list[list[int]] = [_ROOT] * len(reqs)
         for i, tree in enumerate(rows.trees):
             if tree.tokens:
@@ -270,12 +270,12 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
 
     def was_interrupted(self) -> None:
-        """The next round does not follow at once."""
+        """What comes next does not follow the last round at once."""
         self._ended = None
 
     def end_plain_round(self, requests: int) -> None:
-        """The tokens of a plain round are on the host."""
-        assert self._ended is not None  # the next round may have been launched
+        """The tokens of a plain round of so many requests are on the host; the next round may have been launched."""
+        assert self._ended is not None
         began, self._ended = self._ended, time.perf_counter()
         self.rounds.plain(began, self._ended)
         if self.speculator is not None and get_parallel().tp_rank == 0:

@@ -50,7 +50,7 @@ CURVES = 256
 UNFITTED = 8
 """Newest rounds that say what drafting costs while the table lacks the drafter."""
 TRIED = (0, 2, 4, 1)
-"""Windows to try, in turns, while there is no table."""
+"""Windows to try, in turns, while there is no table; those beyond the largest are cut to it."""
 METHOD = "decoupled"
 """Name of the draft method of drafter processes."""
 REMEASURE = "Measure the table again."
@@ -80,9 +80,11 @@ class Grid:
             raise PlanError(f"grid.seconds: got {wrong[0]}, expected positive seconds. {REMEASURE}")
 
     def at(self, requests: float, per_request: float) -> float:
+        """Return the seconds there."""
         return float(self.along(requests, np.array([per_request]))[0])
 
     def along(self, requests: float, per_request_N: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return [N]: `at`, of many tokens or windows per request."""
         axis = np.array(self.per_request)
         last = len(axis) - 1
         left_N = np.searchsorted(axis, per_request_N, side="right").clip(1, max(last, 1)) - 1
@@ -142,9 +144,10 @@ class ProcessCosts:
     """Seconds of drafting in a process of its own; grids over (requests, 1)."""
 
     token_s: Grid
-    """From one token of each request to the next, its loop and messages included (`process.Work`)."""
+    """From one token of each request to the next, its loop and messages included (`decoupled.spec.Work`)."""
     ahead_s: Grid
-    """On the engine, of a round beside the verify, without waits for drafts."""
+    """On the engine, of a round beside the verify, without waits for drafts: hearing the process, and what that takes
+    from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +191,7 @@ class CostTable:
         return self.plain.at(requests, 1.0)
 
     def draft_s(self, drafter: str, requests: int, window: int) -> float:
+        """Return the seconds of drafting, by the largest `window` of the round; 0 costs nothing."""
         grid = self.drafters.get(drafter)
         if grid is None:
             raise PlanError(

@@ -59,7 +59,7 @@ def example_from(
 
 
 def checked(example: TrainingExample) -> TrainingExample:
-    """Raise DataError for an example that cannot be learned from."""
+    """Return the argument. Raises DataError for an example that cannot be learned from."""
     if not 1 <= example.prompt_len < len(example.token_ids):
         raise DataError(
             f"example: got a prompt of {example.prompt_len} in {len(example.token_ids)} tokens, expected at least one "
@@ -88,7 +88,10 @@ def cut(example: TrainingExample, num_tokens: int) -> TrainingExample:
 
 
 class DraftBuffer:
-    """It is the same on every rank."""
+    """The buffer of one run, the same on every rank.
+
+    Examples longer than `max_example_tokens` are cut, or left out if their prompt is that long.
+    """
 
     def __init__(self, *, max_tokens: int, half_life_steps: float, seed: int, max_example_tokens: int) -> None:
         self._max_tokens, self._half_life, self._seed = max_tokens, half_life_steps, seed
@@ -109,7 +112,8 @@ class DraftBuffer:
         return sum(len(example.token_ids) for example in self._examples)
 
     def fitting(self, examples: Sequence[TrainingExample]) -> tuple[list[TrainingExample], int]:
-        """Return (the examples as kept, how many were cut). Raises as `checked`."""
+        """Return (the examples as kept, how many were cut), and count those left out. Raises DataError as `checked`
+        does."""
         fit: list[TrainingExample] = []
         num_cut = 0
         for example in map(checked, examples):
@@ -123,7 +127,7 @@ class DraftBuffer:
         return fit, num_cut
 
     def add(self, examples: Sequence[TrainingExample]) -> None:
-        """Raise as `checked`."""
+        """Add the examples as far as they fit; the oldest leave. Raises DataError as `checked` does."""
         self._examples += self.fitting(examples)[0]
         self._evict()
 
@@ -133,8 +137,11 @@ class DraftBuffer:
         return taken
 
     def draw(self, number: int, num_tokens: int) -> list[TrainingExample]:
-        """Draw without replacement by exponential keys (Efraimidis and Spirakis, Inf. Proc. Letters 97, 2006), at least
-        one; the same for the same `number` and content."""
+        """Return examples of at most `num_tokens` together, or one that is longer; [] when empty.
+
+        They are the same for the same `number` and content, drawn without replacement by exponential keys (Efraimidis
+        and Spirakis, Inf. Proc. Letters 97, 2006).
+        """
         if not self._examples:
             return []
         chance = np.random.default_rng([self._seed, number])
@@ -233,8 +240,8 @@ def example_of(line: RolloutLine) -> TrainingExample:
 
 
 def read_rollouts(paths: Sequence[Path]) -> list[RolloutLine]:
-    """Read files, and ``*.jsonl`` and ``step-*.bin`` in folders. Raises DataError for a file that is none, or without a
-    response."""
+    """Return the responses with tokens in files, and in ``*.jsonl`` and ``step-*.bin`` of folders, by name. Raises
+    DataError for a file that is none, and where there is no response."""
     files = [
         file
         for path in paths

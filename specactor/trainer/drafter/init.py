@@ -67,7 +67,8 @@ Start = TargetStart | RandomStart | Eagle3Start
 
 
 def make_draft_model(target: Path, folder: Path, start: Start) -> int:
-    """Return the number of parameters. Raises ConfigError when `folder` is not empty."""
+    """Write the draft model, with the target's tokenizer; return its number of parameters. Raises ConfigError when
+    `folder` is not empty, or the target cannot be cut so."""
     if folder.exists() and not _is_empty(folder):
         raise ConfigError.at(
             "out", str(folder), "a path that does not exist or an empty folder", "Choose another, or remove it."
@@ -89,7 +90,7 @@ def new_draft(target: Path, start: Start) -> Any:
 
 
 def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
-    """Read in float32, leaving the random state alone. Raises ConfigError where there is no causal model."""
+    """Return a causal model in float32, leaving the random state alone. Raises ConfigError where there is none."""
     auto = the_transformers().AutoModelForCausalLM
     try:
         with torch.random.fork_rng(devices=[]):
@@ -118,7 +119,8 @@ def fill_buffers(model: nn.Module) -> None:
 
 
 def read_fitting(folder: Path, policy: Any, device: torch.device | str) -> Any:
-    """Raise ConfigError for a model or head that does not fit a policy of this transformers' config."""
+    """Return a run's draft model, or a head without the embedding that it shares. Raises ConfigError where it does not
+    fit a policy of this transformers' config."""
     if is_head(folder):
         return read_head(folder, policy, torch.empty(policy.vocab_size, 0)).to(device)
     model, vocab_size = read_model(folder, device), policy.vocab_size
@@ -133,7 +135,7 @@ def read_fitting(folder: Path, policy: Any, device: torch.device | str) -> Any:
 
 
 def check_out(out: Path, *inputs: Path) -> None:
-    """Raise ConfigError where a model cannot be written, or would replace something else."""
+    """Raise ConfigError where a model cannot be written, or would replace something else, or one of `inputs`."""
     if out.exists() and not (_is_empty(out) or _is_model(out)):
         raise ConfigError.at(
             "out",
@@ -160,7 +162,8 @@ def _is_model(folder: Path) -> bool:
 
 
 def write_model(model: Any, folder: Path, *, tokenizer: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write whole or not at all; `weights` replace the model's. Raises as `check_out`, and OSError."""
+    """Write a model whole or not at all, in place of what was there; `weights` replace its own. Raises ConfigError as
+    `check_out` does, and OSError where the disk fails."""
     assert not dist.is_initialized() or dist.get_rank() == 0, "transformers writes nothing on other ranks, silently"
     check_out(folder)
     folder = folder.resolve()
@@ -254,7 +257,7 @@ def _cut(target: Path, start: TargetStart) -> Any:
 
 
 def _dense_mlp(weights: Mapping[str, Tensor], layer: int, projection: str, taken: int) -> Tensor:
-    """Put experts into one MLP: exactly the mean of their answers."""
+    """Return the first `taken` experts of a layer side by side in one MLP: exactly the mean of their answers."""
     if f"{_MODEL}{layer}.mlp.{projection}.weight" in weights:  # a dense layer among mixtures
         raise DataError(f"layer {layer} of the target is dense, others are not. Start the draft model at random.")
     experts = list(expert_weights(weights, layer, projection)[:taken])

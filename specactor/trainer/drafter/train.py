@@ -33,7 +33,7 @@ Stopped = Literal["time", "updates", "empty"]
 
 @dataclass(frozen=True, kw_only=True)
 class RefreshStats:
-    """Equal on all ranks, but for `seconds`."""
+    """Results of one refresh, equal on all ranks but for `seconds`."""
 
     updates: int
     micro_steps: int  # of every rank, with those of an update that was given up
@@ -52,7 +52,7 @@ class Deadline:
     def __init__(
         self, clock: Clock, limit_s: float, *, expected_s: float, group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        """`expected_s` is of the first micro-batch."""
+        """`expected_s` is of the first micro-batch; the ranks of `group` agree (None: one rank)."""
         self._clock, self._limit_s, self._group, self._device = clock, limit_s, group, device
         self._start_s, self._longest_s, self._began_s = clock(), expected_s, 0.0
         self.total_s = 0.0
@@ -83,12 +83,13 @@ class Deadline:
 
 
 class DrafterTrainer:
-    """It is the same on every rank of `group`."""
+    """A draft model with its optimizer and buffer, the same on all ranks of `group`, which learn together."""
 
     def __init__(
         self, config: DraftTrainingConfig, model: nn.Module, *, seed: int, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Take a causal model of transformers in float32, on its device. Collective."""
+        """Take a causal model of transformers in float32, on its device. `group` None: this rank learns alone.
+        Collective."""
         self.config, self.model = config, model
         self.device = next(model.parameters()).device
         self.buffer = DraftBuffer(
@@ -121,6 +122,10 @@ class DrafterTrainer:
         for every refresh since without one. Raises SpecActorError when a loss, gradient or weight is not finite;
         weights and optimizer are then those before (not under ZeRO). torch.OutOfMemoryError is raised on its rank
         alone.
+
+        Args:
+            max_updates: 0 means ``config.max_updates``, and 0 there any number.
+            rate_of: learning rate by the update's number, counted over all refreshes; None: the config's.
         """
         deadline = Deadline(clock, limit_s, expected_s=self._micro_s, group=self._group, device=self.device)
         restore = self._updater.kept()
@@ -164,7 +169,7 @@ class DrafterTrainer:
 
     @property
     def tokens_per_update(self) -> int:
-        """The config's, halved while no update fits the time."""
+        """Return the tokens that an update draws: the config's, halved while no update fits the time."""
         return max(1, self.config.tokens_per_update >> self.halvings)
 
     def is_finite(self) -> bool:
@@ -224,7 +229,7 @@ class DrafterTrainer:
         return result, len(mine)
 
     def _loss(self, batch: losses.Batch) -> tuple[Tensor, Tensor]:
-        """Return (loss, `_SUMS`)."""
+        """Return (sum of a micro-batch's losses, `_SUMS` over its tokens)."""
         logits = self._updater.logits(batch.tokens_BT)
         logits_NV = logits.flatten(0, 1).index_select(0, batch.row_N)
         logq_NV = losses.draft_logprobs(logits_NV, batch.temperatures_N)
@@ -244,7 +249,7 @@ class DrafterTrainer:
         return self.config.learning_rate * risen * math.sqrt(0.5**self.halvings)
 
     def save(self, folder: Path) -> None:
-        """Collective; rank 0 writes (ZeRO: every rank)."""
+        """Write all that continuing needs. Collective; rank 0 writes (ZeRO: every rank)."""
         from safetensors.torch import save_file
 
         weights = {name: tensor.to("cpu").contiguous() for name, tensor in self.named_weights()}
@@ -258,7 +263,8 @@ class DrafterTrainer:
             )
 
     def load(self, folder: Path) -> None:
-        """Collective. Raises CheckpointError for another draft model, or another division by ZeRO."""
+        """Load what `save` wrote. Collective. Raises CheckpointError for another draft model, or another division by
+        ZeRO."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
