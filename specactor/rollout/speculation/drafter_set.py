@@ -196,12 +196,8 @@ class DrafterSet:
             ids = [sequence.request_id for sequence in sequences]
             model.observe_all(ids, [*map(len, drafts)], agreed, asked=asked)
 
-<<<<<<< HEAD
-    def fixed(self, sequences: Sequence[DraftSequence], windows: list[int]) -> Decision:
-=======
     def fixed(self, sequences: Sequence[DraftSequence], windows: list[int], *, turn: int = 0) -> Decision:
         """The first drafter that has any draft; in turn 1 the second is asked first, and so on."""
->>>>>>> w-heads
         names = [name for name in self.drafters if name in self.there]
         if not names or not any(windows):
             return Decision(drafter=OFF, windows=[0] * len(windows), drafts=[[] for _ in windows])
