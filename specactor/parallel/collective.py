@@ -36,8 +36,9 @@ _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # the gloo group besi
 
 
 def control_group(timeout_s: float | None = None) -> dist.ProcessGroup | None:
-    """Return all ranks' gloo group, or None if it is the default one. NCCL would spin on GPUs where engines run, and
-    notice a dead rank only after its timeout."""
+    """Return all ranks' gloo group, or None if it is the default one. All ranks make it together, at the first call,
+    with this longest wait in one exchange (None: torch's). NCCL would spin on GPUs where engines run, and notice a dead
+    rank only after its timeout."""
     if dist.get_backend() == "gloo":
         return None
     default = dist.group.WORLD
@@ -108,6 +109,7 @@ class Collective:
 
     @property
     def store(self) -> Store | None:
+        """Return where ranks may tell each other what is not waited for; None where there is one rank."""
         found: Store = dist.distributed_c10d._get_default_store()
         return found if self.world > 1 else None
 
@@ -134,7 +136,12 @@ class Collective:
     def pass_bytes(
         self, outgoing: Iterable[tuple[torch.Tensor, int]], incoming: Iterable[tuple[torch.Tensor, int]]
     ) -> None:
-        """Exchange tensors (uint8 [N] on the host) with ranks, without copies; between two ranks their order holds."""
+        """Exchange tensors with ranks, without copies; between two ranks their order holds.
+
+        Args:
+            outgoing: (uint8 [N] on the host, to which rank).
+            incoming: (uint8 [N] on the host, from which rank).
+        """
         group = control_group()
         works = [dist.irecv(part, rank, group=group) for data, rank in incoming for part in _messages(data)]
         works += [dist.isend(part, rank, group=group) for data, rank in outgoing for part in _messages(data)]
