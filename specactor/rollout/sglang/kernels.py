@@ -182,7 +182,7 @@ CHUNK = 2048  # tokens of the vocabulary per program
 
 
 class Drawn(NamedTuple):
-    """A token of every row, and the parts of its log-probability."""
+    """A token of every row, and what its log-probability is made of."""
 
     tokens: Tensor  # [R] int64
     tops: Tensor  # [R] float32: the largest of logits / temperature

@@ -152,10 +152,11 @@ class AcceptanceModel:
         self._told = dict(zip(request_ids, confidences, strict=True)) if confidences else {}
 
     def told(self, request_id: str) -> int:
-        """Return the confidence in the request's draft, CONFIDENCES if there is none."""
+        """Return the confidence in the request's draft; CONFIDENCES if the drafter does not say."""
         return self._told.get(request_id, CONFIDENCES)
 
     def observe(self, request_id: str, drafted: int, accepted: int, *, asked: int | None = None) -> None:
+        """Call `observe_all` for one verify."""
         self.observe_all([request_id], [drafted], [accepted], asked=None if asked is None else [asked])
 
     def observe_all(
@@ -221,13 +222,14 @@ class AcceptanceModel:
         return survived_BW
 
     def forget(self, request_id: str) -> None:
+        """Forget a request that has ended; what it taught about the drafter stays."""
         self._told.pop(request_id, None)
         if (row := self._row.pop(request_id, None)) is not None:
             self._seen[row] = 0.0
             self._free.append(row)
 
     def new_version(self, weight: float) -> None:
-        """Weigh what was seen: the drafter or the policy has changed."""
+        """Count what was seen with `weight` (0..1) of its worth: the drafter or the policy has changed."""
         assert 0 <= weight <= 1, weight  # from nothing known to all as before
         self._sure.scale(weight)
         self._fade(weight)
