@@ -1,7 +1,7 @@
 """Scores of responses by the name of a verifier (docs/guide.md): any finite number; 1 is a solved problem.
 
 exact, number and reasoning-gym compare the text behind the last '#'; without one, or where the problem's answer has
-one, the whole response. What cannot be read scores 0.
+one, the whole response. For number, 0.50, 1/2 and 5e-1 are equal, 0.333 and 1/3 are not. What cannot be read scores 0.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ From the draft tokens that were asked for, drafted and accepted, for each positi
     a_j = P(accepted >= j | drafted >= j, accepted >= j - 1)     acceptance
     survival_j = prod_{k <= j} c_k a_k = P(accepted >= j | asked >= j), by the chain rule
 
+Of what lies behind a rejected token, or beyond the window, nothing is known. Estimates are Beta means of counts that
+are forgotten exponentially; a request's odds of all its a_j are the drafter's, scaled by its own odds ratio.
+
 Invariants: an outcome changes estimates after `observe` and never before; reading changes nothing; survival does not
 increase with j; a verify without a rejection never lowers acceptance, one that rejects the first draft token never
 raises it; equal calls give equal bits.

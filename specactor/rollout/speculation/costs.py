@@ -146,8 +146,8 @@ class ProcessCosts:
     token_s: Grid
     """From one token of each request to the next, its loop and messages included (`decoupled.spec.Work`)."""
     ahead_s: Grid
-    """On the engine, of a round beside the verify, without waits for drafts: hearing the process, and what that takes
-    from it."""
+    """On the engine, of a round beside the verify, without waits for drafts: hearing the process, and what the process
+    takes from the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ CHANGE_MARGIN = 0.02
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     windows: tuple[int, ...]
-    """Draft tokens to verify of each request."""
+    """Draft tokens to verify of each request; 0: a plain step."""
     emitted: float
     """Tokens of all requests together."""
     round_s: float
