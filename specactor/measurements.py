@@ -204,8 +204,9 @@ def of_time(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[
 
 
 def check_agreement(stats: TrainStats, *, step: int, bound: float, routes_freely: bool) -> None:
-    """Raise AgreementError when more tokens differ by more than `bound`, `train.max_logprob_gap`, than may.
-    `routes_freely`: rounding may choose other experts in the trainer."""
+    """Raise AgreementError when log-probabilities of too many tokens differ by more than `bound`,
+    `train.max_logprob_gap`, between engine and trainer. `routes_freely`: rounding may choose other experts in the
+    trainer."""
     allowed = ROUTED_APART if routes_freely else 0.0
     if stats.logprob_gap_share <= allowed:  # nan is no agreement either
         return

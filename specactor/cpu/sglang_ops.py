@@ -236,14 +236,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def experts(x_TM: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EFM: Tensor, w2_EMF: Tensor) -> Tensor:
-    """Return the weighted sum [T, M] of SwiGLU experts. Ids of -1 (other ranks' experts) contribute nothing.
-
-    Args:
-        x: [T, M].
-        weights, ids: [T, K].
-        w13: [E, 2F, M], gate over up.
-        w2: [E, M, F].
-    """
+    """Return the weighted sum [T, M] of SwiGLU experts. Ids of -1 (other ranks' experts) contribute nothing; `w13_EFM`
+    is [E, 2F, M], gate over up."""
     num_tokens, top_k = ids_TK.shape
     num_experts, width = w13_EFM.shape[0], w2_EMF.shape[2]
     flat = ids_TK.reshape(-1)

@@ -264,7 +264,7 @@ def measure(
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[Cell, list[float]]:
     """Return the seconds of rounds per cell, of up to PASSES passes; `on_cell` gets how many cells are done. After
-    `limit_s` no pass begins, and a running one is dropped. Raises PlanError when that is the first."""
+    `limit_s` no pass begins, and a running one is dropped. Raises PlanError when that is the first pass."""
     deadline = clock() + limit_s
     measured: dict[Cell, list[float]] = {cell: [] for cell in cells}
     for number in range(PASSES):

@@ -283,7 +283,7 @@ class DraftRunner:
                 self._runner.init_decode_cuda_graph()
 
     def place(self, row: int, first: int, block: int) -> None:
-        """Let positions from `first` on lie in this block."""
+        """Let positions from `first` on lie in this block; `row` is of the page table."""
         table = self._runner.req_to_token_pool.req_to_token
         slot, stop = slot_range(block).start, min(first + BLOCK_TOKENS, table.shape[1])
         table[row, first:stop] = torch.arange(slot, slot + stop - first, dtype=table.dtype, device=table.device)

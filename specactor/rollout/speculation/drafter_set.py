@@ -197,7 +197,6 @@ class DrafterSet:
             model.observe_all(ids, [*map(len, drafts)], agreed, asked=asked)
 
     def fixed(self, sequences: Sequence[DraftSequence], windows: list[int]) -> Decision:
-        """Decide for the first drafter that has any draft, with these windows."""
         names = [name for name in self.drafters if name in self.there]
         if not names or not any(windows):
             return Decision(drafter=OFF, windows=[0] * len(windows), drafts=[[] for _ in windows])
