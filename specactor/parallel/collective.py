@@ -1,7 +1,7 @@
 """What all ranks do together.
 
-Invariants: the process group's timeout bounds every exchange; when one rank fails in a phase, all leave it with an
-error; no exchange touches a GPU.
+Invariants: the process group's timeout bounds every exchange; a busy rank keeps the others alive by a heartbeat; when
+one rank fails in a phase, all leave it with an error; no exchange touches a GPU.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def leave() -> None:
 def init_groups(
     layout: Layout, parallel: ParallelConfig, *, seed: int, local_rank: int, store: Store | None = None
 ) -> torch.device:
-    """Set up groups and seeds of a rank that torchrun started; return its device. Collective. The ranks meet in
-    `store`, by default the launcher's, which must then be new."""
+    """Set up groups and seeds of a rank that torchrun started; return its device. Collective. `local_rank` is its
+    number among its launcher's ranks, and its GPU's. The ranks meet in `store`, by default the launcher's, which must
+    then be new."""
     from specactor.cpu import megatron as cpu_platform
 
     cpu_platform.install()
@@ -158,8 +159,9 @@ class Collective:
         self.any(False)
 
     def together(self, phase: str, work: Callable[[], T]) -> T:
-        """Run `work`, which uses no collective, on every rank; return this rank's result when all are done. Where it
-        fails, its own error is raised, and PeerFailedError on other ranks."""
+        """Run `work`, which uses no collective, on every rank; return this rank's result when all are done. A busy rank
+        joins an exchange every `HEARTBEAT_S`. Where work fails, its own error is raised, and on other ranks
+        PeerFailedError, which names the rank and the cause."""
         own = _in_thread(phase, work)
         while True:
             wait([own], HEARTBEAT_S)

@@ -201,8 +201,8 @@ class Engine:
         return msgspec.msgpack.decode(reply, type=list[Span])
 
     def release_memory(self) -> None:
-        """Free the device's memory until `resume_memory`; return False where the platform cannot. Raises EngineError
-        when requests are running."""
+        """Free the device's memory until `resume_memory`, where the platform can. Raises EngineError when requests are
+        running."""
         self.flush()  # SGLang's scheduler dies of a release before it counts itself idle
         self._do(Command(verb="release_memory"))
 
