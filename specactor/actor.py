@@ -95,6 +95,7 @@ class SpecActor:
         return metrics
 
     def learnable(self, groups: Sequence[ScoredGroup]) -> list[TrainSequence]:
+        """Return the groups' sequences, with advantages."""
         kind, rewards = self.config.algorithm.advantage, [list(g.rewards) for g in groups]
         advantages = self._advantages(rewards, kind)
         return [
@@ -125,6 +126,7 @@ class SpecActor:
         return self.collective.gather(own, list[list[float]])[0]  # a hook may answer as it likes
 
     def train(self, batch: Sequence[TrainSequence]) -> TrainStats:
+        """Make one or more optimizer updates, which give the policy's next version."""
         recorder = self.distillation.recorder if self.distillation is not None else None
         algorithm, rate = self.config.algorithm, learning_rate(self.steps_done, self.config.train)
         still = algorithm.critic.warmup_steps if algorithm.advantage == "gae" else 0
@@ -140,7 +142,8 @@ class SpecActor:
         return stats
 
     def sync(self) -> SyncReport:
-        """Replace lost engines, and push the policy and the draft model to all."""
+        """Replace engines that died, bring all to the versions of the policy and the draft model, and let them
+        generate."""
         cause: WeightSyncError | None = None
         for _ in range(self.config.rollout.engine.max_restarts + 1):
             replaced = self.collective.together("engine restart", self.pool.restart_lost)
@@ -171,6 +174,7 @@ class SpecActor:
         ) from cause
 
     def refresh(self, batch: Sequence[TrainSequence]) -> dict[str, float]:
+        """Let the draft model, if it learns, learn from the batch; return metrics."""
         if self.distillation is None:
             return {}
         spent, is_last = self.progress.spent(), self.steps_done == self.config.train.steps

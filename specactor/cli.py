@@ -196,6 +196,7 @@ RECIPE = "[RECIPE [--key.path value ...]]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 0 fine, 1 a problem was found, 2 the command line is wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="specactor",

@@ -36,13 +36,15 @@ TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 
 class DeviceMemory:
-    """Hands over, collectively, where engines and trainer share GPUs (`is_shared`)."""
+    """Memory of this rank's engines and trainer, handed over where both are on the same GPUs (`is_shared`). All methods
+    are collective."""
 
     def __init__(self, collective: Collective, engines: Engines, *, is_shared: bool) -> None:
         self._collective, self._engines, self._is_shared = collective, engines, is_shared
 
     def start(self, make: Callable[[], TrainerT], *, others: Sequence[tuple[str, Callable[[], None]]] = ()) -> TrainerT:
-        """Wait for `others` (name, wait) and engines, which then have memory for weights."""
+        """Wait for `others` (name, wait) and engines, which then have memory for weights; return the trainer that
+        `make` makes."""
         trainer = make() if not self._is_shared else None
         for name, wait in (*others, ("engine start", self._engines.wait_ready)):
             self._collective.together(name, wait)
@@ -53,11 +55,12 @@ class DeviceMemory:
         return trainer
 
     def to_trainer(self, trainer: Trainer) -> None:
+        """Release all of the engines' memory, and bring gradients and optimizer back."""
         self._collective.together("release", self._engines.release_memory)
         trainer.reload()
 
     def to_weights(self, trainer: Trainer) -> None:
-        """Give engines memory for weights, undefined until they are sent."""
+        """Offload gradients and optimizer, and give engines memory for weights, undefined until they are sent."""
         trainer.offload()
         return_unused()
         self._collective.barrier()

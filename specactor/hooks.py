@@ -50,7 +50,8 @@ class GroupFilter(Protocol):
 
 
 class Loss(Protocol):
-    """``algorithm.loss`` is of every token, [T]."""
+    """``algorithm.loss`` returns the loss of every token, [T], from its log-probabilities now and when it was
+    sampled."""
 
     def __call__(self, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, /) -> Tensor: ...
 
@@ -77,12 +78,14 @@ def hook(setting: str, name: str) -> Callable[..., Any]:
 
 
 def check(config: Config) -> None:
+    """Raise ConfigError for a hook among the settings that is missing, or has another form."""
     for setting in ARGUMENTS:
         if ":" in (name := attrgetter(setting)(config)):
             hook(setting, name)
 
 
 def called(setting: str, name: str, *arguments: object) -> Any:
+    """Return what the hook returns. Raises DataError when it raises."""
     function = hook(setting, name)
     try:
         return function(*arguments)
@@ -91,7 +94,7 @@ def called(setting: str, name: str, *arguments: object) -> Any:
 
 
 def advantages_by(name: str, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Call the hook. Raises DataError for another shape, or a number that is not finite."""
+    """Return the advantages of a hook. Raises DataError for another shape, or a number that is not finite."""
     setting = "algorithm.advantage"
     found = called(setting, name, rewards)
     try:
@@ -110,7 +113,8 @@ def advantages_by(name: str, rewards: Sequence[Sequence[float]]) -> list[list[fl
 
 
 def loss_by(name: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
-    """Call the hook. Raises DataError for another shape, or a value that is not finite."""
+    """Return the loss of a hook, with its gradient. Raises DataError for another shape, or a value that is not
+    finite."""
     setting = "algorithm.loss"
     loss_T: Tensor = called(setting, name, logprobs_T, old_logprobs_T, advantages_T)
     shape = getattr(loss_T, "shape", None)
@@ -125,7 +129,7 @@ def loss_by(name: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T:
 
 
 def keeps(name: str, group: ScoredGroup) -> bool:
-    """Call the hook. Raises DataError for an answer that is no bool."""
+    """Return whether the hook keeps the group. Raises DataError for an answer that is no bool."""
     setting = "algorithm.dynamic_sampling"
     kept = called(setting, name, group)
     if not isinstance(kept, bool):

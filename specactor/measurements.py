@@ -57,6 +57,7 @@ def of_step(
     *,
     version: int,
 ) -> dict[str, float]:
+    """Return what is logged for a step, but for times and memory."""
     trajectories = [t for g in groups for t in g.trajectories]
     lengths = sorted(len(t.token_ids) for t in trajectories)
     rewards = [r for g in groups for r in g.rewards]
@@ -126,7 +127,13 @@ def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
 def of_tail(
     woken: int | None, moved: int | None, left: Sequence[OpenGroup] | None, batch: Sequence[TrainSequence]
 ) -> dict[str, float]:
-    """None: no drafter can be woken; there is one engine; the step waits for all groups."""
+    """Return what was done with a step's last requests and incomplete groups.
+
+    Args:
+        woken: None: no drafter can be woken.
+        moved: groups; None: there is one engine.
+        left: None: the step waits for all groups.
+    """
     found: dict[str, float] = {} if moved is None else {"tail/groups_moved": moved}
     if woken is not None:
         found["tail/drafters_woken"] = woken
@@ -197,8 +204,9 @@ def of_time(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[
 
 
 def check_agreement(stats: TrainStats, *, step: int, bound: float, routes_freely: bool) -> None:
-    """Raise AgreementError when more tokens differ by `bound` than may. `routes_freely`: rounding may choose other
-    experts in the trainer."""
+    """Raise AgreementError when log-probabilities of too many tokens differ by more than `bound`,
+    `train.max_logprob_gap`, between engine and trainer. `routes_freely`: rounding may choose other experts in the
+    trainer."""
     allowed = ROUTED_APART if routes_freely else 0.0
     if stats.logprob_gap_share <= allowed:  # nan is no agreement either
         return

@@ -208,6 +208,7 @@ class Tracker:
             self._to_wandb(lambda run: run.summary.update(dict(values)))
 
     def close(self, exit_code: int = 0) -> None:
+        """Close the files, waiting at most `WANDB_FINISH_S` for uploads; may be called twice."""
         self._file.close()
         if self._run is not None:
             self._to_wandb(lambda run: run.finish(exit_code=exit_code))
@@ -222,6 +223,7 @@ class Tracker:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
+    """Return the lines of metrics.jsonl, each with its "step"; a number that was not finite is nan."""
     lines = _whole_lines(run_dir / "metrics.jsonl")
     return [{k: math.nan if v is None else v for k, v in json.loads(line).items()} for line in lines]
 

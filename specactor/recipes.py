@@ -133,7 +133,7 @@ def load_or_exit(argv: Sequence[str], *, prog: str = "train_moe.py", quiet: bool
 
 
 def override(config: Config, argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
-    """Apply ``--key.path value`` pairs; in keys '-' and '_' mean the same."""
+    """Return `config` with ``--key.path value`` pairs applied; in keys '-' and '_' mean the same."""
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_key_values)
     for key, former in FORMER_VALUES.items():
@@ -164,7 +164,8 @@ def to_json(config: Config) -> dict[str, Any]:
 
 
 def from_json(plain: Mapping[str, Any]) -> Config:
-    """Invert `to_json`. Raises ConfigError for unknown keys, wrong types and invalid settings."""
+    """Return the config that `to_json` was given. Raises ConfigError for unknown keys, wrong types and invalid
+    settings."""
     plain = dict(json.loads(json.dumps(plain)))
     _rename(plain)
     _drop_removed(plain)
@@ -405,6 +406,7 @@ def _unknown_key(token: str, config: Config) -> str:
 
 
 def nearest_keys(key: str, config: Config) -> list[str]:
+    """Return at most two fields of `config` that `key` may stand for, the best first."""
     wrong_section, _, wrong_leaf = key.rpartition(".")
     if wrong_leaf in USUAL_NAMES:
         return [USUAL_NAMES[wrong_leaf]]

@@ -106,10 +106,11 @@ class Run:
         return {step: value if math.isfinite(value) else math.nan for step, value in numbers.items()}
 
     def finite(self, metric: str) -> dict[int, float]:
+        """Return step -> value where the metric was logged and finite, in order."""
         return {step: value for step, value in self.points(metric).items() if math.isfinite(value)}
 
     def totals(self, *metrics: str) -> list[float]:
-        """Sum over the steps at which all of the metrics are finite; nan without such a step."""
+        """Return the sums over the steps at which all of the metrics are finite; nan without such a step."""
         found = [self.finite(metric) for metric in metrics]
         steps = [step for step in found[0] if all(step in of for of in found)]
         return [sum(of[step] for step in steps) if steps else math.nan for of in found]

@@ -76,6 +76,7 @@ def run(
     Args:
         local_rank: number of the rank, and of its device, on its host.
         head: host of rank 0, as the others know it.
+        failures: is told who takes part.
         store: the ranks meet in it; by default in the launcher's.
     """
     policy = model_shape(config)

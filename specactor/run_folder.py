@@ -82,12 +82,14 @@ class RunFolder:
         fresh.replace(self.status)
 
     def read_status(self) -> Status | None:
+        """Return the run's status; None before its first phase."""
         try:
             return msgspec.json.decode(self.status.read_bytes(), type=Status)
         except FileNotFoundError:
             return None
 
     def trace(self, step: int, host: int = 0) -> Path:
+        """Return the trace file of an RL step on one host of the job; that of host 0 has no number."""
         return self.root / "traces" / (f"step-{step:06}" + (f"-host-{host}" if host else "") + ".json")
 
     def write_traces(self, step: int, spans: Sequence[Mapping[str, Sequence[Span]]]) -> None:
@@ -101,6 +103,8 @@ class RunFolder:
         return self.root / "draft_model"
 
     def evaluation(self, step: int, name: str = "eval") -> Path:
+        """Return the file of a set's held-out problems and responses after `step` RL steps, one JSON object per
+        line."""
         return self.root / "evaluations" / f"step-{step:06}{'' if name == 'eval' else f'-{name}'}.jsonl"
 
     def write_evaluation(

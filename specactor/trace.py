@@ -1,6 +1,7 @@
-"""What processes did when, for Perfetto (https://ui.perfetto.dev). PURE.
+"""What processes did when, for Perfetto (https://ui.perfetto.dev). PURE. Times are seconds of `time.perf_counter`, one
+clock per host.
 
-Times are seconds of `time.perf_counter`, one clock per host.
+Invariants: memory is bounded, the oldest spans go first; a recorder that is off keeps nothing.
 """
 
 from __future__ import annotations
@@ -86,14 +87,15 @@ class RoundTrace:
             self._stretch = None
 
     def take(self, *, on: bool) -> list[Span]:
-        """Record from now on if `on`."""
+        """Return what was recorded since the last call; record from now on if `on`."""
         self.end_stretch()
         self.recorder.on = on
         return self.recorder.take()
 
 
 def chrome_trace(processes: Mapping[str, Sequence[Span]]) -> bytes:
-    """Encode each process by its name in Chrome's trace event format; time 0 is the first start."""
+    """Return the spans of each process, by its name, as JSON in Chrome's trace event format; time 0 is the first
+    start."""
     origin = min((span.start_s for spans in processes.values() for span in spans), default=0.0)
     events: list[dict[str, object]] = []
     for pid, (process, spans) in enumerate(processes.items(), 1):

@@ -1,4 +1,5 @@
-"""Core types on the host side, without tensors. Lengths count tokens; log-probabilities are natural logarithms."""
+"""Core types on the host side, without tensors. Lengths count tokens; times are seconds; log-probabilities are natural
+logarithms."""
 
 from __future__ import annotations
 
@@ -99,11 +100,13 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
+        """Return how many tokens the policy sampled."""
         own = sum(self.loss_mask) if self.loss_mask else len(self.token_ids)
         return own + sum(branch.num_sampled for branch in self.branches)
 
     @property
     def first_turn(self) -> Trajectory:
+        """Return it without what an environment said, and what came after that."""
         end = self.first_turn_len
         return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end]) if self.loss_mask else self
 

@@ -40,7 +40,8 @@ class EngineConfig:
 
     @property
     def attention(self) -> dict[str, str]:
-        """Return SGLang's backends by argument; none: the device's."""
+        """Return SGLang's attention backends by argument, which decide the bits of log-probabilities; none: the
+        device's."""
         return {name: str(value) for name, value in self.extra_args.items() if name.endswith("attention_backend")}
 
     def __post_init__(self) -> None:
@@ -87,7 +88,7 @@ class Guarantee(NamedTuple):
 
 
 def guarantee(engine: EngineConfig, *, gpu: bool, dtype: str) -> Guarantee:
-    """Promise equal bits where tests have shown them: on CPUs in float32."""
+    """Return what these engines promise: equal bits where tests have shown them, on CPUs in float32."""
     default = "" if gpu else "torch_native"
     backend = engine.attention.get("decode_attention_backend") or engine.attention.get("attention_backend") or default
     known = backend == "tiles" or (backend == "torch_native" and not gpu)

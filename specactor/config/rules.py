@@ -12,6 +12,7 @@ from specactor.errors import ConfigError
 
 
 def require(ok: bool, name: str, got: object, expected: str, remedy: str) -> None:
+    """Raise ConfigError for the setting `name`, its dotted path, unless `ok`."""
     if not ok:
         raise ConfigError.at(name, got, expected, remedy)
 
@@ -30,7 +31,8 @@ MAY_BE_INFINITE = ("train.max_logprob_gap", "distillation.refresh")
 
 
 def check_values(value: object, name: str = "") -> None:
-    """Raise ConfigError for nan, an infinity that says nothing, and a NUL in a text, inside sections and lists too."""
+    """Raise ConfigError for nan, an infinity that says nothing, and a NUL in a text, inside sections and lists too.
+    `name` is the value's dotted path."""
     if is_dataclass(value):
         for item in fields(value):
             check_values(getattr(value, item.name), f"{name}.{item.name}".removeprefix("."))

@@ -32,7 +32,7 @@ def of_draft_model(drafter: str) -> tuple[str, int] | None:
 
 
 def kind_of(drafter: str) -> str:
-    """Return model, decoupled, or an empty text."""
+    """Return model or decoupled for a drafter with a draft model, and an empty text for any other."""
     found = of_draft_model(drafter)
     return found[0] if found else ""
 
@@ -88,11 +88,12 @@ class SpeculationConfig:
 
     @property
     def in_processes(self) -> dict[str, str]:
-        """Return folders of draft models by drafter."""
+        """Return the folders that drafter processes draft with, by drafter."""
         return {} if self.mode == "off" else self._named("decoupled")
 
     @property
     def in_engines(self) -> dict[str, str]:
+        """Return the folders of the draft models that engines hold, by drafter."""
         if self.is_decoupled:
             return self._named("model")
         return {drafter_of("model", place): folder for place, folder in enumerate(self.draft_model, 1)}
@@ -103,7 +104,8 @@ class SpeculationConfig:
 
     @property
     def first_draft_model(self) -> str:
-        """Return the one that is kept fresh, and that the warm-up makes."""
+        """Return the folder of the draft model that is kept fresh, and that the warm-up makes; empty where there is
+        none."""
         return self.draft_model[0] if self.draft_model else ""
 
     def with_first(self, folder: str) -> SpeculationConfig:

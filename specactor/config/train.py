@@ -194,11 +194,9 @@ class TrainConfig:
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Return the rate of RL step `step`, which follows from the step alone.
-
+    """Return the rate of RL step `step`, 0 <= step < train.steps (its end beyond), which follows from the step alone.
     It peaks in the last of `warmup_steps` and in the next step, then stays, or falls to 0, which step `train.steps`
-    would have: no step is spent there.
-    """
+    would have: no step is spent there."""
     peak = train.learning_rate
     if step < train.warmup_steps:
         return peak * (step + 1) / train.warmup_steps

@@ -195,7 +195,8 @@ def _rotation(
 
 
 class GroupedLinear(torch.autograd.Function):
-    """y[t] = W[e(t)] x[t], for x_TI sorted by expert, `counts` tokens of each, and weights (O, I)."""
+    """y_TO[t] = W[e(t)] x_TI[t], for x_TI sorted by expert, `counts` tokens of each (E ints that sum to T), and E
+    weights of shape (O, I)."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, counts: list[int], *weights_OI: Tensor) -> Tensor:
@@ -228,6 +229,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     """Gated experts without biases; anything else is left to `SequentialMLP`."""
 
     def forward(self, tokens_TI: Tensor, tokens_per_expert: Tensor, probs_T: Tensor) -> tuple[Tensor, None]:
+        """Return (outputs_TI, no bias) for tokens_TI sorted by expert, with their router weights probs_T."""
         config = self.config
         if not config.gated_linear_unit or config.add_bias_linear or config.moe_apply_probs_on_input:
             return super().forward(tokens_TI, tokens_per_expert, probs_T)  # type: ignore[no-any-return]

@@ -61,18 +61,15 @@ def _hash_words(seed: Tensor, positions: Tensor, scrambled_columns: _Words) -> _
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
-    """Return noise bits, uint32 [B, V].
-
-    Source: MurmurHash3_x86_32 with the four blocks and the length 16 of SGLang's Triton kernel.
-    """
+    """Return noise bits, uint32 [B, V], per (request seed, position, vocabulary column). Source: MurmurHash3_x86_32
+    with the four blocks and the length 16 of SGLang's Triton kernel."""
     return torch.from_numpy(_hash_words(seed, positions, _scramble(col_indices.numpy().astype(np.uint32))))
 
 
 def sample_with_noise(logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
-    """Return argmax_v [log p_t(v) + G(seed, t, v)], G Gumbel(0, 1), as int64 [B, 1].
-
-    Args: logprobs [B, V], which may be unnormalised.
-    """
+    """Return argmax_v [log p_t(v) + G(seed, t, v)], G Gumbel(0, 1), as int64 [B, 1]: a sample that depends on seed [B]
+    and positions [B] alone, with the bits of SGLang's `multinomial_with_seed`. `logprobs` [B, V] may be unnormalised.
+    Noise is float64, so that its tail is not cut."""
     words_BV = _hash_words(seed, positions, _scrambled_columns(logprobs.shape[1]))
     return _gumbel(words_BV).add_(logprobs).argmax(dim=1, keepdim=True)
 
@@ -89,6 +86,7 @@ def _gumbel(words: _Words) -> Tensor:
 
 
 def round_up(count: int, block: int) -> int:
+    """Return the smallest multiple of `block` that is >= count."""
     return (count + block - 1) // block * block
 
 
@@ -118,7 +116,8 @@ def key_slots(
 
 
 def decode_attention(q_BHD: Tensor, k_SND: Tensor, v_SND: Tensor, slots: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Attend from one new token per request to its own keys, as `key_slots` gives them. Returns [B, H, Dv]."""
+    """Attend from one new token per request, q [B, H, D], to its own keys in the pool, k and v [S, N, D], as
+    `key_slots` gives them. Returns [B, H, Dv]."""
     batch, num_heads, _ = q_BHD.shape
     if batch > ROWS_AT_ONCE:
         width = bias.shape[-1]
@@ -224,6 +223,7 @@ def _fewest_rows(out: int, width: int, dtype: torch.dtype) -> int:
 
 
 def fill_rows(x_TM: Tensor, rows: int) -> Tensor:
+    """Append rows of zeros until there are so many."""
     return functional.pad(x_TM, (0, 0, 0, rows - x_TM.shape[0]))
 
 
@@ -236,8 +236,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def experts(x_TM: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EFM: Tensor, w2_EMF: Tensor) -> Tensor:
-    """Return the weighted sum of SwiGLU experts. Ids of -1 (other ranks' experts) contribute nothing; w13 holds gate
-    over up."""
+    """Return the weighted sum [T, M] of SwiGLU experts. Ids of -1 (other ranks' experts) contribute nothing; `w13_EFM`
+    is [E, 2F, M], gate over up."""
     num_tokens, top_k = ids_TK.shape
     num_experts, width = w13_EFM.shape[0], w2_EMF.shape[2]
     flat = ids_TK.reshape(-1)

@@ -40,12 +40,14 @@ def prompt_text(
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, said: str | Sequence[Message], *, tools: Sequence[Message] | None = None
 ) -> tuple[int, ...]:
+    """Return the tokens of what a policy sees first."""
     if isinstance(said, str):
         return tuple(tokenizer(said)["input_ids"])
     return rendered_ids(tokenizer, prompt_text(tokenizer, said, tools))
 
 
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Return the tokens of a text that a template made, which has all its marks already."""
     return _tokens(tokenizer, text, is_template=True)
 
 

@@ -59,6 +59,7 @@ class Dataset(Sequence[Problem]):
         return self._problems[index]
 
     def drawn(self, visits: Iterable[Visit]) -> list[DrawnProblem]:
+        """Return the problems of these visits."""
         return [DrawnProblem(**vars(self._problems[index]), epoch=epoch) for index, epoch in visits]
 
     def without(self, held_out: Dataset) -> Dataset:
@@ -269,7 +270,8 @@ class Row:
 
 
 def called_rows(name: str) -> Iterator[Row]:
-    """Call a function, whose rows must be the same on every rank. Raises DataError when it raises."""
+    """Yield the rows of a function at ``module:function``, which must be the same on every rank. Raises DataError when
+    there is none, or when it raises."""
     function = verifiers.find(name)
     if not callable(function):
         raise DataError(f"data source {name}: a {type(function).__name__}, expected a function without arguments.")

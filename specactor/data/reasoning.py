@@ -20,7 +20,8 @@ Entry = dict[str, Any]  # a problem as reasoning-gym makes it: question, answer,
 
 
 def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int) -> Any:
-    """Draw entry i with seed + i. Raises ConfigError for an unknown task or parameter, and refused values."""
+    """Return a reasoning-gym data set of `size` entries; entry i is drawn with seed + i. Raises ConfigError for an
+    unknown task or parameter, and refused values."""
     if task not in DATASETS:
         remedy = f"A folder is named ./{task}." if Path(task).exists() else _did_you_mean(task, DATASETS)
         raise ConfigError.at("data.train, data.eval", task, "the name of a reasoning-gym task", remedy)

@@ -106,6 +106,7 @@ class MixedStream:
         return {"sets": [stream.state() for stream in self._streams]}
 
     def restore(self, state: object) -> None:
+        """Continue from a `state`. Raises CheckpointError when it is damaged, or of other sets or another seed."""
         sets = state.get("sets") if isinstance(state, Mapping) else None
         if not isinstance(sets, list) or len(sets) != len(self._streams):
             raise CheckpointError(
@@ -161,6 +162,7 @@ class CurriculumStream:
         return {"stream": self._stream.state(), "looks": self._looks, "rates": [*map(list, self._rates.items())]}
 
     def restore(self, state: object) -> None:
+        """Continue from a `state`. Raises CheckpointError when it is of no curriculum, or of another stream."""
         if not isinstance(state, Mapping) or not {"stream", "looks", "rates"} <= state.keys():
             raise CheckpointError(
                 f"data position: got {state!r:.200}, expected that of a curriculum. Resume with the data.order "
@@ -174,7 +176,7 @@ LEAST_CHANCE = 0.1  # of a problem solved always or never: it is tried again som
 
 
 def request_seed(run_seed: int, step: int, problem_index: int, sample_index: int) -> int:
-    """Return a stable hash in [0, 2**31): a resumed run asks for the same tokens."""
+    """Return the seed of a response, a stable hash in [0, 2**31): a resumed run asks for the same tokens."""
     return _hash(b"request", run_seed, step, problem_index, sample_index) >> 33
 
 

@@ -52,7 +52,7 @@ def _write_in_clean_process(tiny: TinyModelConfig, seed: int, folder: Path) -> N
 
 
 def write_model(tiny: TinyModelConfig, seed: int, folder: Path) -> None:
-    """Run in a process without patches to torch's computing."""
+    """Fill an existing folder, in a process without patches to torch's computing."""
     import torch
 
     from specactor.cpu import torchvision_ops

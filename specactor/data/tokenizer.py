@@ -19,6 +19,7 @@ VOCAB_SIZE = -(-(len(SPECIAL_TOKENS) + len(CHARACTERS)) // 8) * 8  # 100 tokens,
 
 
 def make_char_tokenizer(folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json into `folder`."""
     used = len(SPECIAL_TOKENS) + len(CHARACTERS)
     reserved = tuple(f"<reserved_{i}>" for i in range(VOCAB_SIZE - used))
     ids = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS, *reserved))}
@@ -49,8 +50,8 @@ def register_mimo() -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load without downloads and the folder's code. Raises ConfigError without a tokenizer, or an end-of-sequence
-    token."""
+    """Return the tokenizer of a model's folder; nothing is downloaded, and no code of the folder is run. Raises
+    ConfigError where there is none, or it has no end-of-sequence token."""
     register_mimo()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

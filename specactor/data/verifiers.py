@@ -1,7 +1,7 @@
 """Scores of responses by the name of a verifier (docs/guide.md): any finite number; 1 is a solved problem.
 
 exact, number and reasoning-gym compare the text behind the last '#'; without one, or where the problem's answer has
-one, the whole response. What cannot be read scores 0.
+one, the whole response. For number, 0.50, 1/2 and 5e-1 are equal, 0.333 and 1/3 are not. What cannot be read scores 0.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ NUMBER = re.compile(r"([+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?(?:
 
 
 def answer_of(response: str, problem: Problem) -> str:
+    """Return the part of a response that is compared; see the module's head."""
     return response.strip() if "#" in problem.answer else response.rpartition("#")[2].strip()
 
 
 @lru_cache(maxsize=256)
 def get_verifier(name: str, timeout_s: float | None = None) -> Verifier:
-    """Return a function that raises DataError when the verifier fails; raises it when there is none. `timeout_s` bounds
-    asynchronous ones, `specactor.rollout.grading` the others."""
+    """Return the scoring function of that name, which raises DataError when the verifier fails. Raises DataError when
+    there is none. `timeout_s` bounds asynchronous ones, `specactor.rollout.grading` the others."""
     function = _function(name)
     if not callable(function):
         raise DataError(f"got {name!r}, which is a {type(function).__name__}, expected a function. Name another.")
@@ -87,7 +88,7 @@ def is_remote(name: str) -> bool:
 
 
 def find(name: str) -> object:
-    """Import ``module:name``. Raises DataError for none."""
+    """Return what is at ``module:name``. Raises DataError when nothing is."""
     module, colon, attribute = name.partition(":")
     if not colon:
         nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
@@ -199,7 +200,7 @@ class _Answer(msgspec.Struct):
 
 
 def remote_verifier(url: str) -> Callable[[str, Problem], Awaitable[float]]:
-    """Ask that address. Raises DataError for what is none."""
+    """Return the verifier at that address. Raises DataError for what is none."""
     try:
         parts = urlsplit(url)
         good = bool(parts.hostname) and parts.port != 0
@@ -252,7 +253,7 @@ class MathAnswers:
         return self._ask({"answer": answer})
 
     def equal(self, answer: str, response: str) -> bool:
-        """Compare the response's last expression; False when that takes too long."""
+        """Return whether the last expression of `response` equals `answer`; False when finding out takes too long."""
         return self._ask({"answer": answer, "response": response})
 
     def close(self) -> None:

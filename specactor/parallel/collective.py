@@ -1,7 +1,7 @@
 """What all ranks do together.
 
-Invariants: the process group's timeout bounds every exchange; when one rank fails in a phase, all leave it with an
-error; no exchange touches a GPU.
+Invariants: the process group's timeout bounds every exchange; a busy rank keeps the others alive by a heartbeat; when
+one rank fails in a phase, all leave it with an error; no exchange touches a GPU.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # the gloo group besi
 
 
 def control_group(timeout_s: float | None = None) -> dist.ProcessGroup | None:
-    """Return all ranks' gloo group, or None if it is the default one. NCCL would spin on GPUs where engines run, and
-    notice a dead rank only after its timeout."""
+    """Return all ranks' gloo group, or None if it is the default one. All ranks make it together, at the first call,
+    with this longest wait in one exchange (None: torch's). NCCL would spin on GPUs where engines run, and notice a dead
+    rank only after its timeout."""
     if dist.get_backend() == "gloo":
         return None
     default = dist.group.WORLD
@@ -56,8 +57,9 @@ def leave() -> None:
 def init_groups(
     layout: Layout, parallel: ParallelConfig, *, seed: int, local_rank: int, store: Store | None = None
 ) -> torch.device:
-    """Set up groups and seeds of a rank that torchrun started; return its device. Collective. The ranks meet in
-    `store`, by default the launcher's, which must then be new."""
+    """Set up groups and seeds of a rank that torchrun started; return its device. Collective. `local_rank` is its
+    number among its launcher's ranks, and its GPU's. The ranks meet in `store`, by default the launcher's, which must
+    then be new."""
     from specactor.cpu import megatron as cpu_platform
 
     cpu_platform.install()
@@ -108,6 +110,7 @@ class Collective:
 
     @property
     def store(self) -> Store | None:
+        """Return where ranks may tell each other what is not waited for; None where there is one rank."""
         found: Store = dist.distributed_c10d._get_default_store()
         return found if self.world > 1 else None
 
@@ -134,7 +137,12 @@ class Collective:
     def pass_bytes(
         self, outgoing: Iterable[tuple[torch.Tensor, int]], incoming: Iterable[tuple[torch.Tensor, int]]
     ) -> None:
-        """Exchange tensors (uint8 [N] on the host) with ranks, without copies; between two ranks their order holds."""
+        """Exchange tensors with ranks, without copies; between two ranks their order holds.
+
+        Args:
+            outgoing: (uint8 [N] on the host, to which rank).
+            incoming: (uint8 [N] on the host, from which rank).
+        """
         group = control_group()
         works = [dist.irecv(part, rank, group=group) for data, rank in incoming for part in _messages(data)]
         works += [dist.isend(part, rank, group=group) for data, rank in outgoing for part in _messages(data)]
@@ -151,8 +159,9 @@ class Collective:
         self.any(False)
 
     def together(self, phase: str, work: Callable[[], T]) -> T:
-        """Run `work`, which uses no collective, on every rank; return this rank's result when all are done. Where it
-        fails, its own error is raised, and PeerFailedError on other ranks."""
+        """Run `work`, which uses no collective, on every rank; return this rank's result when all are done. A busy rank
+        joins an exchange every `HEARTBEAT_S`. Where work fails, its own error is raised, and on other ranks
+        PeerFailedError, which names the rank and the cause."""
         own = _in_thread(phase, work)
         while True:
             wait([own], HEARTBEAT_S)

@@ -252,12 +252,13 @@ def longest_text(config: Config, max_position: int) -> int:
 
 
 def engine_owner(engine: int, *, engine_tensor: int) -> int:
-    """Return the first of the ranks that share their devices with the engine."""
+    """Return the rank that starts, drives and stops an engine: the first of those that share their devices with it."""
     return engine * engine_tensor
 
 
 def own_device(local_rank: int, visible: int) -> int:
-    """Return a rank's GPU. Raises ConfigError for more ranks than GPUs."""
+    """Return the number of a rank's GPU among the `visible` ones: its own, or the only one. Raises ConfigError for more
+    ranks than GPUs."""
     if visible > 1 and local_rank >= visible:
         raise ConfigError.at(
             "torchrun --nproc-per-node",
@@ -271,8 +272,8 @@ def own_device(local_rank: int, visible: int) -> int:
 def engine_devices(
     engine: int, machines: Sequence[str], devices: Sequence[int | str], *, engine_tensor: int
 ) -> tuple[int | str, ...]:
-    """Return GPUs' UUIDs, or cores' numbers. Raises ConfigError for an engine over several hosts, and two ranks on one
-    GPU."""
+    """Return an engine's devices; `machines` and `devices` hold each rank's host, and its GPU's UUID, or its core's
+    number without one. Raises ConfigError for an engine over several hosts, and two ranks on one GPU."""
     first = engine_owner(engine, engine_tensor=engine_tensor)
     ranks = range(first, first + engine_tensor)
     if len({machines[rank] for rank in ranks}) > 1:
@@ -299,7 +300,8 @@ def engine_devices(
 def place_engine(
     engine: int, views: Sequence[Hashable], local_ranks: Sequence[int], *, engine_tensor: int, pooled: bool
 ) -> tuple[int, int]:
-    """Return (rank that starts the engine, number of its first device there); if `pooled`, the first rank of a view
-    starts all its engines."""
+    """Return (rank that starts the engine, number of its first device as that rank counts). `views` are ranks' hosts
+    with the devices that they see, `local_ranks` their numbers at their launchers; if `pooled`, the first rank of a
+    view starts all its engines."""
     rank = engine_owner(engine, engine_tensor=engine_tensor)
     return (views.index(views[rank]) if pooled else rank), local_ranks[rank]

@@ -203,8 +203,8 @@ _LEFT = 1 << 40  # more beats than there will be: the host has left in good orde
 class HostWatch:
     """Notices lost hosts while it is entered.
 
-    All ranks of a host beat: one may be in a call that lets no other thread run. The first one watches: on rank 0's
-    host all hosts, elsewhere that one, where the store is.
+    All ranks of a host beat, since one may be in a call that lets no other thread run. The first of them watches: on
+    rank 0's host, where the store is, all hosts; elsewhere whether that host answers.
     """
 
     def __init__(
@@ -307,6 +307,7 @@ def towards(peer: str) -> str:
 
 
 def own_addresses() -> list[str]:
+    """Return all addresses of this host, but for those that name an interface."""
     return [address for name in psutil.net_if_addrs() for address in _addresses_of(name)]
 
 
@@ -317,6 +318,7 @@ def _addresses_of(interface: str) -> list[str]:
 
 
 def interface_of(address: str) -> str:
+    """Return the name of the network interface with that address of this host."""
     return str(next(name for name, each in psutil.net_if_addrs().items() if address in {of.address for of in each}))
 
 

@@ -35,6 +35,8 @@ ESTIMATED = ("activations", "logits", "overhead")  # rows that no line of code a
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
+    """Bytes on the fullest device."""
+
     rows: Mapping[str, Mapping[Phase, float]]  # what -> how much in each phase in which it is there
     device_bytes: float
 
@@ -82,7 +84,8 @@ def of_job(
     device_bytes: float,
     drafts: Sequence[TransformerShape] = (),
 ) -> Memory:
-    """Count a trainer rank and an engine rank; `drafts` are beside the policy's MTP layer."""
+    """Return the memory of a device with a trainer rank and an engine rank; `drafts` draft in every engine, beside the
+    policy's MTP layer."""
     width = BYTES[config.model.dtype]
     dense, experts = parameters(shape, layout)
     held = dense + experts
@@ -150,6 +153,7 @@ def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
 
 
 def optimizer_bytes(config: Config, shape: TransformerShape, layout: Layout) -> float:
+    """Return the bytes of Adam's moments and main weights of one rank, wherever they are."""
     dense, experts = parameters(shape, layout)
     expert_copies = layout.world // (layout.expert * layout.expert_tensor * layout.pipeline)
     each = ADAM_BYTES[config.train.optimizer_state] + (MAIN_WEIGHT_BYTES if config.model.dtype != "float32" else 0)
@@ -157,7 +161,7 @@ def optimizer_bytes(config: Config, shape: TransformerShape, layout: Layout) -> 
 
 
 def parameters(shape: TransformerShape, layout: Layout) -> tuple[float, float]:
-    """Return (dense, experts') of the fullest rank: the first or last stage has an embedding."""
+    """Return how many parameters the fullest rank has, (dense, experts'): the first or last stage has an embedding."""
     layers = -(-shape.layers // layout.pipeline)
     router = shape.hidden * shape.experts
     dense = layers * ((shape.attention_params + shape.mlp_params - router) / layout.tensor + router)
@@ -180,8 +184,8 @@ def activations(config: Config, layout: Layout, shape: TransformerShape, tokens:
 
 
 def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
-    """Count a recipe's memory per device. Raises ConfigError for an impossible layout, PlanError for a model of unknown
-    shape."""
+    """Return the memory of a recipe's devices, one per rank. Raises ConfigError for an impossible layout, PlanError for
+    a model of unknown shape."""
     layout, shape = _layout(config, ranks)
     speculation = config.rollout.speculation
     held = speculation.in_engines.values() if speculation.mode != "off" else ()

@@ -51,6 +51,7 @@ class TransformerShape:
 
     @property
     def mlp_params(self) -> int:
+        """Return the parameters of the dense MLP, or of the router."""
         return 3 * self.hidden * self.intermediate + self.hidden * self.experts  # one of the two is 0
 
     @property
@@ -73,7 +74,7 @@ class TransformerShape:
 
     @property
     def active_params(self) -> int:
-        """Return those that a token is multiplied with; of the embedding it takes a row."""
+        """Return the parameters that a token is multiplied with; of the embedding it takes a row."""
         layer = self.attention_params + self.mlp_params + self.experts_per_token * self.expert_params
         return self.layers * layer + self.head_params + self.reads * self.hidden
 
@@ -86,7 +87,7 @@ class TransformerShape:
         return self.layers * 2 * self.kv_heads * self.head_dim * self.param_bytes
 
     def distinct_experts(self, tokens: float) -> float:
-        """Return how many `tokens` choose, if each chooses evenly: E (1 - (1 - k/E)^T)."""
+        """Return how many experts `tokens` choose, if each chooses evenly: E (1 - (1 - k/E)^T)."""
         if not self.experts:
             return 0.0
         return float(self.experts * (1.0 - (1.0 - self.experts_per_token / self.experts) ** tokens))

@@ -88,6 +88,7 @@ class VerifierOption:
     ahead_s: Grid | None = None  # over (requests, 1): what a decoupled round takes beside the verify; None: nothing
 
     def requests(self, drafter: Footprint = NOTHING) -> int | None:
+        """Return how many requests run at once beside this drafter; None: no bound."""
         return fitting(self.capacity_bytes, self.footprint, drafter)
 
 
@@ -159,6 +160,8 @@ MAX_ITERATIONS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
+    """Decoupled rounds of one request, on average."""
+
     ready: float  # share of rounds that verify a window
     tokens_when_ready: float
 
@@ -191,6 +194,8 @@ def _next(survival: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
+    """Decoupled rounds of an engine that does not wait for its drafter, on average."""
+
     tokens: float  # emitted per round, of a request
     window: float  # draft tokens verified per round, of a request: those that are there, at most the window
     ready: float  # share of rounds, of a request, that verify any
@@ -199,6 +204,8 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
+    """Speeds that decide how many draft tokens are there in time."""
+
     requests: int  # of the verifier's rounds
     round_s: Grid  # of a verifier over (requests, rows per request), all that the engine does included
     token_s: float  # of the drafter from token to token of all requests that it serves

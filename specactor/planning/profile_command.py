@@ -64,8 +64,9 @@ PROCESS_SHARE = 0.5  # of the time for the engine, how much a drafter process ma
 
 
 def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -> Path:
-    """Write the table, by default to costs.json in the run's folder. Raises SpecActorError for what cannot be profiled,
-    and when an engine fails."""
+    """Measure, write the table, and return its file, by default costs.json in the run's folder. It takes about
+    `limit_s`, half as long again with a drafter process, and starts on top. Raises SpecActorError for what cannot be
+    profiled, and when an engine fails."""
     _check(config)
     file = out or Path(config.output_dir) / config.name / "costs.json"
     with tempfile.TemporaryDirectory(prefix="specactor-profile-") as folder:
@@ -237,6 +238,7 @@ class Sizes:
         return cls(prompt=min(room, 16 + config.max_new_tokens // 2), response=response, vocab=vocab, context=context)
 
     def most_requests(self, config: RolloutConfig, kv_tokens: int) -> int:
+        """Return how many requests a step has, the engine runs together, and its KV pool holds with two windows."""
         of_one = self.prompt + self.response + 2 * (config.speculation.max_window + 1)
         of_step = config.prompts_per_step * config.group_size
         most = min(config.engine.max_running_requests, of_step, kv_tokens // of_one)
@@ -261,8 +263,8 @@ def measure(
     on_cell: Callable[[int], None] = lambda done: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[Cell, list[float]]:
-    """Return seconds of rounds per cell. After `limit_s` no pass begins, and a running one is dropped. Raises PlanError
-    when that is the first."""
+    """Return the seconds of rounds per cell, of up to PASSES passes; `on_cell` gets how many cells are done. After
+    `limit_s` no pass begins, and a running one is dropped. Raises PlanError when that is the first pass."""
     deadline = clock() + limit_s
     measured: dict[Cell, list[float]] = {cell: [] for cell in cells}
     for number in range(PASSES):
@@ -290,7 +292,7 @@ def measure_once(
     is_late: Callable[[], bool] = lambda: False,
     on_cell: Callable[[int], None] = lambda done: None,
 ) -> dict[Cell, list[float]] | None:
-    """Return None when it is too late to finish."""
+    """Return the seconds of one pass's rounds by cell; None when it is too late to finish."""
     found: dict[Cell, list[float]] = {}
     for (drafter, window), group in groupby(
         sorted(cells, key=lambda cell: (cell.drafter, cell.window, cell.requests)),

@@ -88,8 +88,8 @@ class Roofline:
 
 
 def draft_grid(roofline: Roofline, *, max_window: int, max_requests: int) -> Grid:
-    """Draft 1 to max_window tokens, with the drafter cut over the devices, or copied to groups of them that share the
-    requests: the faster."""
+    """Return the seconds of drafting 1 to max_window tokens, with the drafter cut over the devices, or copied to groups
+    of them that share the requests: the faster."""
     requests = _nodes(max_requests)
     g = roofline.devices
     parts = [
@@ -106,6 +106,7 @@ def draft_grid(roofline: Roofline, *, max_window: int, max_requests: int) -> Gri
 
 
 def cost_table(target: Roofline, drafters: Mapping[str, Roofline], *, max_window: int, max_requests: int) -> CostTable:
+    """Return the table that a profile of that engine would give; `drafters` draft on the same devices, by name."""
     requests, tokens = _nodes(max_requests), range(1, max_window + 2)
     axis = tuple(map(float, requests))
     return CostTable(
@@ -142,8 +143,9 @@ def from_figures(
     drafter_sizes: Sequence[int] = (1, 2),
     keys_once: bool = False,
 ) -> Candidates:
-    """Return options by rooflines; `sizes` are devices of a verifier, by default all that fit. Raises ConfigError for a
-    size that does not divide the heads, PlanError where the target fits on no engine of a node."""
+    """Return options by rooflines, with `survivals` by drafter; `max_requests` is of one engine, and `sizes` are
+    devices of a verifier, by default all that fit. Raises ConfigError for a size that does not divide the heads,
+    PlanError where the target fits on no engine of a node."""
     for g in sizes:
         if g > 0 and target.heads % g:
             raise ConfigError.at(
@@ -264,7 +266,7 @@ DEVICES: Mapping[str, Device] = {
 
 
 def device(name: str) -> Device:
-    """Find a device by name. Raises PlanError for an unknown one."""
+    """Return the device of a name. Raises PlanError for an unknown one."""
     found = {known.lower(): one for known, one in DEVICES.items()}.get(name.lower())
     if found is None:
         raise PlanError(

@@ -223,13 +223,13 @@ def _best(plans: Iterable[RolloutPlan | None]) -> list[RolloutPlan]:
 
 
 def shared_table(file: str, ranks: Collective) -> CostTable:
-    """Read on rank 0 alone: hosts whose files differ would plan one job differently."""
+    """Return the table that rank 0 alone reads: hosts whose files differ would plan one job differently."""
     text = ranks.together("cost table", lambda: CostTable.read(file).to_json() if ranks.rank == 0 else "")
     return CostTable.from_json(ranks.gather(text, str)[0])
 
 
 def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config, str]:
-    """Leave out the drafting that no plan has; return a line to print, too."""
+    """Return the configuration without the drafting that no plan has, and a line to print about it."""
     rollout, speculation = config.rollout, config.rollout.speculation
     if missing := [name for name in speculation.draft_methods if name not in table.methods]:
         return config, f"no plan: {speculation.cost_table} lacks {', '.join(missing)}. Measure: specactor profile."

@@ -62,7 +62,8 @@ class Finding:
 def first_difference(
     ours: Sequence[StepRecord], theirs: Sequence[StepRecord], *, noise: Noise | None = None
 ) -> Finding | None:
-    """Compare the steps that both runs have. Without `noise`, ties and wrong acceptances are not told apart."""
+    """Return the first difference in the steps that both runs have, or None. Without `noise`, ties and wrong
+    acceptances are not told apart."""
     other = {record.step: record for record in theirs}
     is_rounded = False  # whether steps before were learned from by another layout of ranks
     for a in sorted((a for a in ours if a.step in other), key=lambda record: record.step):

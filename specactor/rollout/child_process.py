@@ -48,7 +48,7 @@ class Call(Generic[Answer]):
         self._child.forget(self)
 
     def next(self, timeout_s: float) -> Answer:
-        """Return the next answer. Raises TimeoutError and ChildDied."""
+        """Return the next answer. Raises TimeoutError when there is none in time, and ChildDied."""
         try:
             answer = self.inbox.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
@@ -70,7 +70,14 @@ class ChildProcess(Generic[Answer]):
         environment: Mapping[str, str],
         log_file: str,
     ) -> None:
-        """Start it and return at once. `run`, as ``package.module:function``, gets the child's end of the socket."""
+        """Start it, or have the warm starter fork it, and return at once.
+
+        Args:
+            run: ``package.module:function``, which gets the child's end of the socket.
+            start: the first message.
+            name: as in "engine 3".
+            answers: decodes all types of its answers, `Failed` among them.
+        """
         self.name, self.log_file = name, log_file
         self.moved_s = 0.0  # when it last gave an answer that was not the last of its call
         self._answers = answers
@@ -127,7 +134,7 @@ class ChildProcess(Generic[Answer]):
         raise EngineError(self.with_log(reason))
 
     def call(self, message: msgspec.Struct) -> Call[Answer]:
-        """Ask without waiting."""
+        """Ask without waiting; a dead child has answered that it died."""
         with self._lock:
             number = self._next_number
             data = frames.pack(number, message)
@@ -140,7 +147,7 @@ class ChildProcess(Generic[Answer]):
         return call
 
     def ask(self, message: msgspec.Struct, timeout_s: float) -> Answer:
-        """Return the one answer. Raises as `Call.next`."""
+        """Ask, and return the one answer. Raises TimeoutError, and ChildDied."""
         with self.call(message) as call:
             return call.next(timeout_s)
 
@@ -149,6 +156,7 @@ class ChildProcess(Generic[Answer]):
             self._calls.pop(call.number, None)
 
     def unanswered(self) -> set[int]:
+        """Return the numbers of the calls that have not had their last answer."""
         with self._lock:
             return set(self._unanswered)
 

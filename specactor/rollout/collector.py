@@ -180,7 +180,7 @@ class RolloutCollector:
         return hooks.keeps(name, group) if ":" in name else informative(group.rewards), fmean(group.scores)
 
     def collect_again(self, step: int, alone: Sequence[str]) -> list[ScoredGroup]:
-        """Return groups ("3") or responses ("3.1") of a step, each generated alone."""
+        """Return groups ("3") or responses ("3.1") of the step after `step` finished ones, each generated alone."""
         problems = self.train_data.drawn(self.prompts.take(self.config.rollout.prompts_per_step))
         requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
         found: list[ScoredGroup] = []
@@ -194,6 +194,7 @@ class RolloutCollector:
         return found
 
     def evaluate(self) -> dict[str, list[ScoredGroup]]:
+        """Return the responses to held-out problems, by set; one greedy response each, or more."""
         found = {name: self._evaluated(data[: self.config.eval.problems]) for name, data in self.eval_data.items()}
         with self.progress.phase("eval"):
             self.take_stats()  # the next step counts from here
@@ -422,6 +423,7 @@ class RolloutCollector:
             )
 
     def state(self) -> dict[str, object]:
+        """Return what a checkpoint keeps: the position in the prompts, and the open groups."""
         state: dict[str, object] = {"prompts": self.prompts.state()}
         if self.config.rollout.partial:
             state["open_groups"] = resume.state(self.open_groups)

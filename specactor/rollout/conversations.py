@@ -268,6 +268,7 @@ class Conversations:
         return name in self._open and self._open[name].deadline_s == deadline_s
 
     def wait_s(self) -> float | None:
+        """Return the seconds until a call is overdue; None where none is under way."""
         while self._deadlines and not self._is_due(*self._deadlines[0]):
             self._deadlines.popleft()
         return max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None

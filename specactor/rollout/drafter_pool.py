@@ -61,7 +61,7 @@ class DrafterPool:
         self.stop()
 
     def wait_ready(self) -> None:
-        """Wait until all listen; then watch them. Raises EngineError."""
+        """Wait until all listen; then watch them. Raises EngineError, and stops all, when one does not."""
         try:
             for drafter in self.drafters:
                 drafter.wait_ready()
@@ -83,7 +83,8 @@ class DrafterPool:
             return any(drafter.wants(version) for drafter in self._learning())
 
     def renew(self, weights: DraftWeights) -> tuple[list[str], float]:
-        """Push newer weights; return the failures, and the seconds until the last answer."""
+        """Bring new weights to those with older ones, all at once, in at most `PUSH_LIMIT_S`; return the reasons of
+        those that did not take them, and the seconds until the last answer."""
         began_s = time.monotonic()
 
         def bring(drafter: DrafterProcess) -> tuple[str, float]:
@@ -112,6 +113,7 @@ class DrafterPool:
             return any(drafter.awake and drafter.alive for drafter in self.drafters if drafter.spec.engine is not None)
 
     def free(self, engine: int) -> None:
+        """Note that the engine has nothing to do, until `sleep` or the end of the rollout."""
         with self._lock:
             self._free.add(engine)
 

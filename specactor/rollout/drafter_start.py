@@ -57,6 +57,8 @@ class Offer:
 def make_specs(
     config: Config, host: Host, *, max_position: int, log_dir: Path, endpoint: Callable[[], str] = local_endpoint
 ) -> list[DrafterSpec]:
+    """Return the drafters of one host, without keys. `max_position` is the policy's longest sequence in tokens;
+    `endpoint` gives each an address. Raises ConfigError for a draft model that is not there."""
     sleeping = host.lendable if config.lends_devices else ()
     own = place(config.parallel.drafters, host)
     places = [
@@ -137,7 +139,7 @@ def place(drafters: int, host: Host) -> list[int]:
 
 
 def draft_shape(folder: str) -> ModelShape:
-    """Read a draft model's shape. Raises ConfigError."""
+    """Read a draft model's shape. Raises ConfigError when the folder is no Hugging Face model."""
     try:
         shape = ModelShape.read(Path(folder))
     except ConfigError as error:
@@ -167,6 +169,7 @@ def draft_shape(folder: str) -> ModelShape:
 
 
 def check_in_engines(config: Config, policy: ModelShape) -> None:
+    """Raise ConfigError for draft models that engines of this policy cannot run beside it."""
     speculation = config.rollout.speculation
     if speculation.uses_mtp and not policy.has_mtp:
         raise ConfigError.at(
@@ -230,7 +233,7 @@ def host_of(config: Config, view: View) -> View:
 
 
 def drafting_hosts(config: Config, hosts: Sequence[View]) -> list[View]:
-    """Return the hosts that start drafters, from each rank's host. Raises ConfigError."""
+    """Return the hosts that start drafters, from each rank's host. Raises ConfigError when there are too few."""
     numbered, p = list(dict.fromkeys(hosts)), config.parallel
     if config.lends_devices:
         return numbered
@@ -249,6 +252,7 @@ def drafting_hosts(config: Config, hosts: Sequence[View]) -> list[View]:
 
 
 def offer(specs: Sequence[DrafterSpec], host: View) -> tuple[list[DrafterSpec], Offer]:
+    """Return the drafters with keys, and what all ranks are sent about them."""
     if not specs:
         return [], Offer(host=host)
     engine_keys, drafter_keys = make_keys()

@@ -57,7 +57,17 @@ class Driver:
         refill: Refill | None = None,
         waiting: Waiting | None = None,
     ) -> None:
-        """Take engines that are ready. `policy` says when to wake a drafter on an idle engine's device."""
+        """Take engines that are ready.
+
+        Args:
+            notify: sees each response.
+            policy: says when to wake a drafter on an idle engine's device.
+            enough_groups: complete groups at which the rollout stops.
+            drafters: sleep on the engines' devices.
+            conversations: of some requests; they say what becomes of responses.
+            refill: gives further requests as groups become complete, and says when there are enough.
+            waiting: gives further groups as engines have room.
+        """
         self.done: dict[str, Trajectory] = {}
         # begun when there were enough groups; another rollout resumes them
         self.stopped: dict[str, RolloutRequest] = {}
@@ -83,6 +93,7 @@ class Driver:
 
     @property
     def num_woken(self) -> int:
+        """Return how often a drafter was woken on an idle engine's device."""
         return self._borrowed.num_woken
 
     def run(self, parts: Sequence[Sequence[RolloutRequest]]) -> None:

@@ -42,7 +42,7 @@ class Header:
 
 
 def pack(call: int, message: msgspec.Struct, *, last: bool = True) -> bytes:
-    """Return one frame. Raises ProtocolError."""
+    """Return one frame. Raises ProtocolError for a message that is too long."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_BYTES:
         raise ProtocolError(f"message of {len(body)} bytes, at most {MAX_BYTES}. Send it in parts.")
@@ -50,6 +50,7 @@ def pack(call: int, message: msgspec.Struct, *, last: bool = True) -> bytes:
 
 
 def unpack_header(data: bytes) -> Header:
+    """Read the header. Raises ProtocolError for one that this version does not write."""
     length, version, last, call = _HEADER.unpack(data)
     if version != VERSION:
         raise ProtocolError(f"frame of protocol version {version}, expected {VERSION}. Both ends must run one version.")
@@ -59,6 +60,7 @@ def unpack_header(data: bytes) -> Header:
 
 
 def decode(body: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
+    """Read a message. Raises ProtocolError for one that is none of the decoder's types."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError) as error:  # ValueError: text that is not UTF-8
@@ -66,7 +68,7 @@ def decode(body: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
 
 
 def read(connection: socket.socket, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[Header, Message] | None:
-    """Read the next frame; None at the end of the stream. Raises ProtocolError."""
+    """Read the next frame; None at the end of the stream. Raises ProtocolError for a stream cut within a frame."""
     data = _read_exactly(connection, HEADER_BYTES)
     if not data:
         return None

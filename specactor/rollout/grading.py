@@ -103,6 +103,7 @@ class Grading:
         self.close()
 
     def submit(self, response: str, problem: Problem) -> Future[Scored]:
+        """Have it scored; the verdict comes from another thread."""
         asked = _Asked(job=Job(response, problem), is_async=False)
         if problem.verifier in IN_PROCESS:
             asked.verdict.set_result(Scored(job=0, score=get_verifier(problem.verifier)(response, problem)))

@@ -48,8 +48,13 @@ class EnginePool:
         drafters: DrafterPool | None = None,
         restart_limit_s: float = RESTART_LIMIT_S,
     ) -> None:
-        """Start all engines; there may be none. Other ranks wait for `restart_lost`, which takes at most
-        `restart_limit_s`.
+        """Start all engines, of which there may be none; `wait_ready` waits for them.
+
+        Args:
+            tail: says when to wake a drafter on an idle engine's device.
+            report_tokens: an engine reports a running request after so many of its tokens.
+            drafters: sleep on the engines' devices, or draft elsewhere.
+            restart_limit_s: longest that `restart_lost` takes; other ranks wait for it.
         """
         self._restart_limit_s = restart_limit_s
         self.tail = tail
@@ -98,7 +103,9 @@ class EnginePool:
     ) -> RolloutOutcome:
         """Generate on living engines; `on_finished` is called in this thread.
 
-        Raises EngineError for a request that cannot be served. Without a living engine all come back unfinished.
+        Requests begin `conversations`, or go on with them after a death. With `refill` it goes on until that is
+        settled, with `waiting` until that is empty; with `enough_groups` it stops when so many are complete. Raises
+        EngineError for a request that cannot be served. Without a living engine all come back unfinished.
         """
         merge(requests, [])  # refuses ids that are not unique before anything runs
         self.wait_ready()
@@ -131,17 +138,16 @@ class EnginePool:
             self.tail = self.tail.after(counts)
 
     def lost(self) -> tuple[int, ...]:
+        """Return the indices of engines that died and were not restarted yet."""
         return tuple(engine.index for engine in self.engines if not engine.alive)
 
     def any_lost(self) -> bool:
         return bool(self.lost())
 
     def restart_lost(self) -> tuple[int, ...]:
-        """Replace dead engines, also those that die while starting; return their indices.
-
-        New ones hold their model folder's weights. Raises EngineError for one that died too often, or is not ready
-        within `restart_limit_s`.
-        """
+        """Replace dead engines, also those that die while starting, after pauses that double; return their indices. New
+        ones hold their model folder's weights until the next sync. Raises EngineError for one that died too often, or
+        is not ready within `restart_limit_s`."""
         deadline, pause_s = time.monotonic() + self._restart_limit_s, _RESTART_PAUSE_S
         replaced = set(self.lost())
         self._replace_lost(deadline)
@@ -209,7 +215,7 @@ class EnginePool:
         return added_figures(parts)
 
     def trace(self, *, on: bool) -> dict[str, list[Span]]:
-        """Return spans per engine since the last call."""
+        """Return spans per living engine since the last call; record from now on, or do not."""
         spans: dict[str, list[Span]] = {}
         self._on_living(lambda engine: spans.__setitem__(f"engine {engine.index}", engine.trace(on=on)))
         return {name: spans[name] for name in sorted(spans)}

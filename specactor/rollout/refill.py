@@ -84,10 +84,12 @@ class Refill:
 
     @property
     def known(self) -> dict[int, bool]:
+        """Return by group whether it is kept, for groups with a verdict."""
         return {int(words[0]): words[1] == "1" for words in self._words}
 
     @property
     def rates(self) -> dict[int, float]:
+        """Return the success rate of each group with a verdict."""
         return {int(words[0]): float(words[2]) for words in self._words}
 
     @property
@@ -96,7 +98,7 @@ class Refill:
 
     @property
     def kept(self) -> list[int] | None:
-        """The groups to learn from, once known; too few where `most` were drawn."""
+        """The groups to learn from, once known, by number; fewer than wanted where `most` were drawn."""
         known = self.known
         found: list[int] = []
         for number in range(self.most):
@@ -109,10 +111,11 @@ class Refill:
 
     @property
     def drawn(self) -> int:
+        """Return the number of groups that are, or were, at work."""
         return min(self.most, self.ahead + sum(not kept for kept in self.known.values()))
 
     def more(self) -> list[RolloutRequest]:
-        """Return this rank's new requests."""
+        """Return the requests drawn since the last call, for this rank's engines."""
         self.verdicts.read()
         start, self.given = self.given, self.given if self.kept is not None else max(self.given, self.drawn)
         new = [r for number in range(start, self.given) if self.is_own(number) for r in self.requests_of(number)]

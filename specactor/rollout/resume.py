@@ -30,7 +30,7 @@ def bare(request: RolloutRequest) -> RolloutRequest:
 
 
 def check(request: RolloutRequest, *, with_experts: bool = False) -> None:
-    """Raise EngineError for `begun` that is damaged, complete, or without experts."""
+    """Raise EngineError for a `begun` that is damaged, a whole response, or without the experts of its tokens."""
     begun = request.begun
     if begun is None:
         return
@@ -115,6 +115,7 @@ def nothing_of(request: RolloutRequest) -> Trajectory:
 
 
 def heard(before: Trajectory, turn: Trajectory) -> Trajectory:
+    """Return a conversation after what was sampled in a turn, with its experts."""
     start, experts = len(before.token_ids), cast("bytes", before.routed_experts)  # as engines give them
     spans = [replace(s, start=s.start + start, end=s.end + start) for s in turn.spans]
     return replace(
@@ -129,7 +130,7 @@ def heard(before: Trajectory, turn: Trajectory) -> Trajectory:
 
 
 def said(before: Trajectory, ids: tuple[int, ...]) -> Trajectory:
-    """Append tokens of the environment, which are not learned from."""
+    """Return a conversation after tokens of its environment, which are not learned from."""
     if not ids:
         return before
     start = len(before.token_ids)
@@ -175,6 +176,7 @@ class OpenGroup:
 
     @property
     def trajectories(self) -> list[Trajectory]:
+        """Return the responses of a complete group, in the order of its requests."""
         return [self.finished[request.request_id] for request in self.requests]
 
     def numbered(self, group_id: int) -> OpenGroup:
@@ -187,12 +189,14 @@ class OpenGroup:
 
 
 def num_in_flight(want: int, oversample: float) -> int:
+    """Return how many groups a step works at, to learn from `want` of them."""
     return math.ceil(want * oversample - 1e-9)
 
 
 def opened(
     carried: Sequence[OpenGroup], problems: Sequence[int], requests: Sequence[RolloutRequest]
 ) -> list[OpenGroup]:
+    """Return all groups of a step, numbered anew, carried ones first; `requests` are the new ones, group by group."""
     size = len(requests) // len(problems) if problems else 0
     fresh = [
         OpenGroup(problem=problem, requests=tuple(requests[i * size : (i + 1) * size]), finished={})
@@ -219,7 +223,7 @@ def state(groups: Sequence[OpenGroup]) -> object:
 
 
 def restored(state: object, *, group_size: int) -> list[OpenGroup]:
-    """Undo `state`. Raises CheckpointError."""
+    """Restore a `state`. Raises CheckpointError for what is none, or has groups of another size."""
     try:
         groups = msgspec.convert(state, list[OpenGroup])
     except msgspec.ValidationError as error:

@@ -137,6 +137,7 @@ class Session:
         self._tell(turn, response, text, calls, "tool_calls" if calls else response.finish_reason)
 
     def refuse_open(self) -> None:
+        """End the session: nobody will answer its open calls."""
         for turn in self._open.values():
             turn.call.tell(Refusal("session: it is over.", "session_over", 410))
         self._open.clear()

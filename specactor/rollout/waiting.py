@@ -64,11 +64,13 @@ class Waiting:
     """The counts, without a store."""
 
     def without(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        """Return the requests that are sent at once."""
         late = {group[0].group_id for groups in self.lists.values() for group in groups}
         return [request for request in requests if request.group_id not in late]
 
     @property
     def is_over(self) -> bool:
+        """Return whether there is nothing left to take."""
         return len(self._over) >= len(self.lists)
 
     def take(self, running: int) -> Group:

@@ -15,7 +15,7 @@ EQUAL = 1e-9  # variance of rounds that all emit as much
 
 class Progress:
     def __init__(self, lengths: Ints, luck_N: Floats) -> None:
-        """`luck_N` counts standard deviations by which each is ahead."""
+        """`lengths` [N] are tokens; `luck_N` counts standard deviations by which each is ahead."""
         self.length_N = lengths.astype(np.float64)
         self.luck_N = luck_N
         self.done_N: Floats = np.zeros(len(lengths))  # means

@@ -51,7 +51,8 @@ def informative(rewards: Sequence[float]) -> bool:
 
 
 def shape_overlong(reward: float, length: int, max_new_tokens: int, buffer: int) -> float:
-    """Subtract DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13."""
+    """Return the reward less DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13: 0 up to ``max_new_tokens -
+    buffer`` tokens, then linearly more, 1 from `max_new_tokens` on. A `buffer` of 0 switches it off."""
     if buffer == 0:
         return reward
     over = length - (max_new_tokens - buffer)

@@ -119,8 +119,9 @@ def _prune(root: Path, newest: Path, keep: int) -> None:
 
 
 def load(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
-    """Restore `trainer`; return the caller's state. Collective. Raises CheckpointError for a checkpoint that is
-    missing, damaged or does not fit; the trainer is then unchanged, unless Megatron failed half-way."""
+    """Restore `trainer`; return the caller's state. Collective. Under another layout random states are not restored:
+    nothing in the policy draws from them. Raises CheckpointError for a checkpoint that is missing, damaged or does not
+    fit; the trainer is then unchanged, unless Megatron failed half-way."""
     from specactor.trainer import model_files
 
     collective = Collective()

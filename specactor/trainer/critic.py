@@ -38,7 +38,7 @@ class Critic(ModelTrainer):
     """Predicts rewards. All methods are collective."""
 
     def __init__(self, config: Config, layout: Layout, model_dir: Path) -> None:
-        """Load all but the output layer."""
+        """Load all but the output layer from a Hugging Face folder."""
         built = model.build(model_dir, dtype=config.model.dtype, train=config.train, scalar=True)
         super().__init__(config, layout, built)
 
@@ -47,7 +47,8 @@ class Critic(ModelTrainer):
         return cls(config, layout, model_dir) if config.algorithm.advantage == "gae" else None
 
     def estimates(self, updates: Sequence[Sequence[TrainSequence]]) -> list[Sequence[Estimate]]:
-        """Return each sequence's values, returns, and advantages whitened over the step."""
+        """Return each sequence's values, returns, and advantages whitened over the step. What an environment said takes
+        no part."""
         settings = self.config.algorithm.critic
         sequences = [sequence for part in updates for sequence in part]
         masks = [torch.tensor(s.loss_mask or (True,) * s.response_len, dtype=torch.bool) for s in sequences]

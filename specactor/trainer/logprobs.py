@@ -23,8 +23,8 @@ def vocab_parallel_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return (log-probability of each target, entropy) of softmax(logits / temperature), in nats, at least float32.
 
-    `targets_T` are ids in the whole vocabulary. Results are the same on every rank of `group` (None: this rank holds
-    all). The gradient needs no communication; entropies have none.
+    Rows of `logits_TV`, and `targets_T`, ids in the whole vocabulary, are the same on every rank of `group` (None: this
+    rank holds all); so are the results. The gradient needs no communication; entropies have none.
     """
     if group is not None and dist.get_world_size(group) == 1:
         group = None

@@ -129,8 +129,9 @@ def gae_of_turns(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return (advantages, returns) as `gae` does, where a step is a whole turn (turn-PPO, arXiv 2512.17008).
 
-    A turn has the value before its first token. A response of one turn has the reward less its first value, whatever
-    gamma and lambda are. `turns` number each token's, from 0 on.
+    A turn has the value before its first token; all its tokens have its advantage and its return. A response of one
+    turn has the reward less its first value, whatever gamma and lambda are. `turns` number each token's, from 0 on
+    without a gap.
     """
     lengths = [torch.bincount(turns_T) for turns_T in turns]
     firsts = [own_T[of_K.cumsum(0) - of_K] for own_T, of_K in zip(values, lengths, strict=True)]
@@ -159,7 +160,8 @@ def value_loss_T(
 ) -> tuple[Tensor, Tensor]:
     """Return (half the squared error of every value; whether clipping stopped its gradient).
 
-    With `clip` (arXiv 1707.06347's implementation) it stops where a value has moved that far *towards* its return.
+    With `clip` it is at least that of the values held within old +- clip (arXiv 1707.06347's implementation): the
+    gradient stops where a value has moved that far *towards* its return.
     """
     loss_T = (values_T - returns_T).square() / 2
     if clip is None:

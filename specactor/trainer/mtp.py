@@ -47,6 +47,7 @@ class MtpTraining:
 
     @classmethod
     def of(cls, policy: Policy, *, temperature: float) -> MtpTraining | None:
+        """Return the training of the policy's MTP layer; None where there is none."""
         found = [module for module in map(unwrap_model, policy.chunks) if hasattr(module, "mtp")]
         return cls(found[0], temperature=temperature) if found else None
 
@@ -56,7 +57,8 @@ class MtpTraining:
             self._given = {name: given[name] for name in _GIVEN}
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (loss, its sums), after the policy's forward pass."""
+        """Return (loss, its sums), after the policy's forward pass. The layer learns, at a token and the hidden states
+        before it, the token after."""
         hidden_T1H, self._hidden_T1H = self._hidden_T1H, None
         assert hidden_T1H is not None
         module = self._module

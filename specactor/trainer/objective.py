@@ -71,6 +71,7 @@ def reduce_over_ranks(parts: list[Sums], extra: float, device: torch.device) -> 
 
 
 def sum_over_context(values_S: Tensor) -> Tensor:
+    """Return the sum over the ranks that hold parts of the same sequences."""
     if parallel_state.get_context_parallel_world_size() > 1:
         dist.all_reduce(values_S, group=parallel_state.get_context_parallel_group())
     return values_S
@@ -184,7 +185,7 @@ def _larger(a: float, b: float) -> float:
 
 
 def cross_entropy(batch: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return (loss, sums) of a supervised micro-batch at temperature 1."""
+    """Return (loss, sums) of a supervised micro-batch: -sum of weight * log-probability at temperature 1."""
     logprobs_R, _ = response_logprobs(batch, logits_1TV, 1.0)
     loss = -(logprobs_R * batch.weights_R).sum()
     return loss, {"loss": loss.detach()}

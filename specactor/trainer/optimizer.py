@@ -203,6 +203,7 @@ def _keeps_weights(part: Any) -> bool:
 
 
 def digest_of(optimizer: Any) -> int:
+    """Return a 64-bit digest of this rank's moments and step counts."""
     found: list[object] = []
     for part in parts(optimizer):
         for group in part.optimizer.param_groups:

@@ -4,7 +4,8 @@ Invariants of a plan, a list of micro-batches per data-parallel rank:
 1. Every sequence is in exactly one micro-batch.
 2. Every rank has the same number of micro-batches, a multiple of `multiple_of`.
 3. No micro-batch holds more than `tokens_per_microbatch` tokens.
-4. Micro-batches are empty only if there are fewer sequences; as few as can be, the last ones.
+4. Micro-batches are empty only if there are fewer sequences; as few as can be, the last ones,
+   which run as padding of weight 0.
 5. Micro-batches differ by at most the longest sequence, and so do the ranks' sums; the n-th of all ranks are neighbours
    in size.
 6. Equal arguments give equal plans.

@@ -66,7 +66,7 @@ class TrainStats:
     cut_fraction: float
     """Share of tokens whose weight the correction's bounds changed; nan without correction."""
     kl: float
-    """Estimate of KL(policy || reference), mean per response token."""
+    """Estimate of KL(policy || reference), mean per response token; 0 with algorithm.kl_coef 0."""
     tokens: int
     """Response tokens learned from."""
     scored: int
@@ -77,7 +77,7 @@ class TrainStats:
     """Per rank, in all updates of the step."""
     learning_rate: float
     mtp_loss: float | None = None
-    """Cross entropy of the MTP layer, mean per response token that it learned from, nats."""
+    """Cross entropy of the MTP layer, mean per response token that it learned from, nats; None without it."""
     critic: CriticStats | None = None
 
     def numbers(self) -> dict[str, float]:
@@ -92,6 +92,7 @@ class PolicyTrainer(ModelTrainer):
     """With algorithm.advantage = gae it has the critic, too."""
 
     def __init__(self, config: Config, layout: Layout, model_dir: Path, *, critic: Critic | None = None) -> None:
+        """Load the policy from a Hugging Face folder. Collective."""
         self.policy = model.build(model_dir, dtype=config.model.dtype, train=config.train)
         super().__init__(config, layout, self.policy)
         self.critic = critic
@@ -175,7 +176,7 @@ class PolicyTrainer(ModelTrainer):
         return self.policy.named_weights()
 
     def export_hf(self, target: Path) -> None:
-        """Write a Hugging Face folder. Collective; raises CheckpointError."""
+        """Write a Hugging Face folder, whole or not at all. Collective; raises CheckpointError."""
         source, dtype = self.policy.source_dir, self.config.model.dtype
         export_hf(self.named_weights(), target, source=source, dtype=dtype, device=self.device)
 
@@ -184,7 +185,8 @@ class PolicyTrainer(ModelTrainer):
         self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
 
     def top_k_recorder(self, top_k: int, *, layers: Sequence[int] = (), max_tokens: int = 0) -> TopKRecorder:
-        """Record the top-k, and these layers' outputs (-1: the embedding) at up to `max_tokens` tokens."""
+        """Return a recorder, for `train_step`, of the top-k and of these layers' outputs (-1: the embedding) at up to
+        `max_tokens` tokens."""
         states = None
         if layers:
             parts = self.layout.tensor if self.policy.config.sequence_parallel else 1

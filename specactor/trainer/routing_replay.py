@@ -50,7 +50,7 @@ class RoutingReplay:
 
     @contextmanager
     def forward(self, experts_TX: Tensor | None) -> Iterator[None]:
-        """Enclose a chunk's forward pass."""
+        """Enclose a chunk's forward pass over a micro-batch; None: routers are free."""
         if experts_TX is not None and self._is_divided:
             size = parallel_state.get_tensor_model_parallel_world_size()
             experts_TX = experts_TX.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
@@ -71,6 +71,7 @@ class RoutingReplay:
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
+        """Enclose an update, which takes the recorded choices."""
         self.repeats = True
         try:
             yield

@@ -85,7 +85,7 @@ class RankShards:
 
     def held(self, capacity_bytes: int) -> Holding | None:
         """Return where this host's engines find this rank's part: the same object until a tensor moves. None where
-        copies do not fit."""
+        copies would take more than `capacity_bytes`, on a GPU more than the host has free."""
         pointers = [tensor.data_ptr() for _, tensor in self._parameters if tensor.device.type == "cpu"]
         moved = self._copied is not None and self._copied.moved()
         if pointers != self._pointers or self._holding is None or moved:
@@ -156,7 +156,7 @@ class RankShards:
             yield plan.Held(hf_name, numbers.numel() * tensor.element_size(), blocks)
 
     def rounds(self, capacity_bytes: int) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """Walk each round to its end: gathering is collective."""
+        """Yield per round what this rank hands over. Walk each round to its end: gathering is collective."""
         parts = [
             Part(num_bytes=self._whole_bytes(name, tensor), expert=_is_expert(name))
             for name, tensor in self._parameters

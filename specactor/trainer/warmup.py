@@ -182,7 +182,7 @@ def _distil(
 
 
 def find_solver(path: str) -> Solver:
-    """Raise ConfigError when ``module:function`` is none."""
+    """Return the function at ``module:function``. Raises ConfigError when there is none."""
     module, _, name = path.partition(":")
     try:
         found: Solver = getattr(importlib.import_module(module), name)

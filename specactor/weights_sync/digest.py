@@ -56,7 +56,7 @@ def copy_with_digest(target: torch.Tensor, source: torch.Tensor) -> int:
 
 
 def digest_of(raw: memoryview | torch.Tensor) -> int:
-    """Args: raw: a memoryview of the host, or a GPU's contiguous uint8 tensor."""
+    """Return the digest of bytes: a memoryview on the host, or a GPU's contiguous uint8 tensor."""
     return int(xxhash.xxh3_64_intdigest(raw)) if isinstance(raw, memoryview) else read_totals([device_total(raw)])[0]
 
 
@@ -79,6 +79,7 @@ Memory = npt.NDArray[np.uint8]
 
 
 def digest_spans(memories: Mapping[int, Memory], spans: Iterable[Span]) -> int:
+    """Return the `digest` of the spans' bytes, one after the other."""
     state = xxhash.xxh3_64()
     for span in spans:
         state.update(_dense(_grid(memories[span.memory], span.at, span.step, span)))
@@ -86,7 +87,8 @@ def digest_spans(memories: Mapping[int, Memory], spans: Iterable[Span]) -> int:
 
 
 def copy_and_digest(parameters: Iterable[Memory], blocks: Iterable[Block], copy_from: Sequence[Memory] | None) -> int:
-    """Return the `digest` of where bytes go to; with `copy_from`, they are copied first."""
+    """Return the `digest` of the blocks' bytes where they go to, each in its parameter; with `copy_from`, they are
+    copied from there first."""
     state = xxhash.xxh3_64()
     for parameter, block in zip(parameters, blocks, strict=True):
         target = _grid(parameter, block.to, block.step, block.span)
@@ -125,7 +127,8 @@ def digests_of_folder(rank: EngineRank, payload: bytes) -> bytes:
 
 
 def seconds_to_load(rank: EngineRank, payload: bytes) -> bytes:
-    """Return (from memory, from files) seconds of SGLang's own load of a folder, which the rank then holds."""
+    """Return (from tensors in memory, from files) seconds of SGLang's own load of a folder, which the rank then holds,
+    as JSON."""
     folder = Path(payload.decode())
     tensors = [(name, tensor.clone()) for name, tensor in _tensors(folder)]
     seconds = []

@@ -57,7 +57,7 @@ class SharedBuffer:
         return Address(pid=os.getpid(), fd=self._fd, inode=os.fstat(self._fd).st_ino, num_bytes=self._num_bytes)
 
     def close(self) -> None:
-        """Readers that still map it keep their view."""
+        """Give the memory back; readers that still map it keep their view."""
         if self._locked:
             unregister(self.data)
         self.data = torch.empty(0, dtype=torch.uint8)
@@ -66,7 +66,8 @@ class SharedBuffer:
 
 
 def open_address(address: Address, *, locked: bool = True) -> torch.Tensor:
-    """Return its bytes, uint8 [num_bytes]; `unregister` them if `locked`. Raises OSError when the sender is gone."""
+    """Return the sender's bytes, uint8 [num_bytes], without a copy; `unregister` them in the end if `locked`. Raises
+    OSError when the sender is gone."""
     populate = mmap.MAP_POPULATE if locked else 0
     data = torch.frombuffer(_mapped(address, mmap.PROT_READ | mmap.PROT_WRITE, populate), dtype=torch.uint8)
     if locked:
@@ -75,7 +76,7 @@ def open_address(address: Address, *, locked: bool = True) -> torch.Tensor:
 
 
 def read_only(address: Address) -> npt.NDArray[np.uint8]:
-    """Pages that nobody wrote stay unmade."""
+    """Return the bytes for the processor, which cannot write them; pages that nobody wrote stay unmade."""
     return np.frombuffer(_mapped(address, mmap.PROT_READ, 0), dtype=np.uint8)
 
 
@@ -106,7 +107,7 @@ def unregister(data: torch.Tensor) -> None:
 
 
 def room_bytes(local_ranks: int) -> int:
-    """Return what one of so many ranks may take: together half of what is free."""
+    """Return the host memory that one of so many ranks may take for its copy: together half of what is free."""
     return int(psutil.virtual_memory().available) // (2 * local_ranks)
 
 
@@ -166,8 +167,8 @@ class SharedCopy:
 def pull_on_device(
     parameters: Mapping[str, Tensor], chunks: Iterable[Chunk], copy_from: Sequence[Tensor | OpenedMemory] | None
 ) -> tuple[int, ...]:
-    """Return each chunk's digest where bytes go to; with `copy_from`, they are copied first. Waits for the device
-    once."""
+    """Return each chunk's digest where its bytes go to, in `parameters`; with `copy_from`, they are copied from that
+    host memory first. It waits for the device once."""
     totals = []
     for chunk in chunks:
         targets = []

@@ -91,10 +91,12 @@ class Mirrors:
         }
 
     def data(self, memory: int) -> torch.Tensor:
+        """Return this rank's mirror of a memory, [N] bytes."""
         return self._buffers[memory].data
 
     def fill(self, crossings: Sequence[Crossing], own: Callable[[int], torch.Tensor]) -> None:
-        """Have all crossings happen; `own` returns a memory of this rank. Collective."""
+        """Have all crossings happen, so that engines can read what any rank of their host took. `own` returns the bytes
+        of a memory of this rank. Collective."""
         rank = self._collective.rank
         self._collective.pass_bytes(
             [(own(c.memory)[c.start : c.end], c.taker) for c in crossings if c.owner == rank],

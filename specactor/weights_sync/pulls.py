@@ -25,7 +25,8 @@ class JobPlan:
     def __init__(
         self, collective: Collective, holdings: Sequence[Holding], hosts: Sequence[int], on_device: SharedCopy | None
     ) -> None:
-        """Raises WeightSyncError on all ranks where `holdings`, by rank, are not all of the model."""
+        """Raises WeightSyncError on all ranks where `holdings`, by rank, are not all of the model. `hosts`,
+        `on_device`: see `WeightSource`."""
         self._collective, self._hosts, self._on_device = collective, hosts, on_device
         self._owner = [rank for rank, each in enumerate(holdings) for _ in each.addresses]
         here, addresses = hosts[collective.rank], [address for each in holdings for address in each.addresses]
@@ -88,7 +89,7 @@ class JobPlan:
         return problems[self._collective.rank]
 
     def bring(self) -> None:
-        """Have happen what crosses. Collective."""
+        """Bring to every host what its engines read of other hosts. Collective."""
         if self._crossings:
             self._mirrors.fill(self._crossings, self._memories.__getitem__)
 
@@ -101,7 +102,7 @@ class JobPlan:
         return tuple(digest_spans(memories, spans) for spans in own)
 
     def wanted(self, digests: Sequence[Sequence[int]]) -> dict[Spans, int]:
-        """Return the digests that engines are to have, from every rank's."""
+        """Return the digests that engines are to have; of every rank, `digests` are what its method returned."""
         return {
             spans: digest
             for each, found in zip(self._order, digests, strict=True)

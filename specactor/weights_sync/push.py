@@ -120,7 +120,7 @@ class Push:
         self._device = torch.device("cpu")  # of the tensors that were packed
 
     def stream(self, call: str, source: WeightSource) -> None:
-        """Pack, exchange and send round by round."""
+        """Pack, exchange and send round by round, until every engine has answered to all."""
         self.num_bytes = self.num_rounds = 0
         self._sent, self._packed = [], {}
         num_hosts = len(set(self._hosts))  # a rank has a bucket of its own, and about one's mirror of each other host
@@ -153,7 +153,8 @@ class Push:
                     self.problem = self.problem or f"{slot.name} changed while it was loaded"
 
     def plan(self, holding: Holding, on_device: SharedCopy | None) -> tuple[str, JobPlan | None]:
-        """Have the engines plan, and compare what they loaded; return why there is no plan, or it."""
+        """Have the engines plan how to pull, and compare by that plan what they loaded. Returns (why there is no plan,
+        or "", the plan)."""
         holdings = self._collective.gather(holding, Holding)
         plan, refusal = None, ""
         try:
@@ -233,6 +234,7 @@ class Push:
         self._threads.shutdown(wait=True)
 
     def held(self, source: WeightSource) -> Holding | None:
+        """Return what the source holds; where its memory cannot be shared, note a problem."""
         try:
             return source.held(self._config.bucket_bytes)
         except (OSError, WeightSyncError) as error:

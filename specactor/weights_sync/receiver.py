@@ -158,6 +158,7 @@ class Receiver:
         self._views.clear()
 
     def check(self, rank: EngineRank, payload: bytes) -> bytes:
+        """Answer a `Round`: whether its bytes have the digests that they had at their source."""
         try:
             for bucket in msgspec.msgpack.decode(payload, type=Round).buckets:
                 for arrived in self._arrived(rank, bucket):
@@ -167,6 +168,7 @@ class Receiver:
         return msgspec.msgpack.encode(CheckReply())
 
     def load(self, rank: EngineRank, payload: bytes) -> bytes:
+        """Answer a `Round`: check each tensor unless that was done, load it, and read it back."""
         message = msgspec.msgpack.decode(payload, type=Round)
         for bucket in message.buckets:
             if self._open_version != bucket.version:
@@ -186,7 +188,7 @@ class Receiver:
         return msgspec.msgpack.encode(CheckReply())
 
     def plan(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Learn, after a whole version was loaded, how to copy the next."""
+        """Answer all ranks' `Holding`, after a whole version was loaded: how to copy the next one."""
         message = msgspec.msgpack.decode(payload, type=Holding)
         self.close()  # what was loaded out of buckets is loaded
         opened = read_only if next(rank.model.parameters()).device.type == "cpu" else open_address
@@ -240,6 +242,7 @@ class Receiver:
             return {}, (), str(error)
 
     def pull(self, rank: EngineRank, payload: bytes) -> bytes:
+        """Answer a `Pull`: the digests of the parameters, after all were copied by the plan."""
         message = msgspec.msgpack.decode(payload, type=Pull)
         if self._plan is None or self._plan.key != message.key:
             return msgspec.msgpack.encode(PullReply(unplanned=True))
@@ -269,7 +272,7 @@ class Receiver:
         self._plan = None
 
     def commit(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Return whether the whole model is at this version."""
+        """Answer a `Commit`: whether the whole model is at this version. Drops the caches of the old one."""
         commit = msgspec.msgpack.decode(payload, type=Commit)
         if self._open_version != commit.version:
             return msgspec.msgpack.encode(CheckReply(problem=f"version {commit.version} was never loaded"))

@@ -50,8 +50,8 @@ class WeightSender:
         self._refused: Holding | None = None  # of which there is no plan
 
     def push(self, source: WeightSource, engines: Sequence[TargetEngine], *, version: int) -> SyncReport:
-        """Bring all engines of all ranks to `version`. Collective. Raises WeightSyncError on every rank if an engine
-        rank did not take the weights, CopiesDifferError where new ones would not either."""
+        """Bring all engines of all ranks to `version`; `engines` are this rank's. Collective. Raises WeightSyncError on
+        every rank if an engine rank did not take the weights, CopiesDifferError where new ones would not either."""
         start = time.perf_counter()
         self._mirrors = self._mirrors or [Mirrors(self._collective, source.hosts) for _ in range(2)]
         push = Push(self._config, self._collective, source.hosts, self._buffers, self._mirrors, engines, version)

@@ -374,11 +374,8 @@ class Mirrors:
     # -------------------------------------------------------------------------------------------------- what leaves
 
     def outgoing(self, session: int, *, version: int, now_s: float, more: bool = False) -> list[bytes]:
-        """Return frames for one engine.
-
-        If `more` is drafted at once, tails may wait for `TAILS_EVERY_S`, unless their request had none, or a prompt is
-        read first.
-        """
+        """Return frames for one engine, with the `version` of the drafter's weights. If `more` is drafted at once,
+        tails may wait for `TAILS_EVERY_S`, unless their request had none, or a prompt is read first."""
         peer = self._sessions[session]
         records: list[protocol.ToEngine] = []
         if peer.pulse:

@@ -82,7 +82,7 @@ class Tails:
     """
 
     def __init__(self, session: int, *, engine: str, num_drafters: int, window: int) -> None:
-        """Start empty; restarts keep the name `engine`."""
+        """Start empty; restarts keep the name `engine`, and a verify takes at most `window` tokens."""
         self.session = session
         self.engine = engine
         self.window = window

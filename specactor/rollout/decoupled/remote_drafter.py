@@ -237,6 +237,12 @@ class Decoupled(Drafter):
 
 
 def connect(drafters: Sequence[Address], *, engine: str, window: int, name: str = "decoupled") -> Decoupled:
-    """Connect to drafters, which may come later; a restarted engine keeps the name `engine`."""
+    """Connect to drafters, which may come later.
+
+    Args:
+        engine: a name that no other engine has, the same after a restart.
+        window: most draft tokens of a verify.
+        name: the drafter's.
+    """
     session = new_session()
     return Decoupled(session, ZmqLink(session, drafters), engine=engine, window=window, name=name)

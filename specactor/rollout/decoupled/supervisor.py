@@ -77,10 +77,12 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return self.started
 
     def work(self, *, trace: bool, timeout_s: float = WORK_TIMEOUT_S) -> Work | None:
+        """Return what it did since it was asked last, None if too late; `trace`: record spans from now on."""
         work = self._ask(AskWork(trace=trace), Work, timeout_s)
         return work if isinstance(work, Work) else None
 
     def renew(self, weights: DraftWeights, *, timeout_s: float) -> str:
+        """Bring it new weights; return why it did not take them, or "". It drafts before and after."""
         renewed = self._ask(Renew(weights=msgspec.json.encode(weights)), Renewed, timeout_s)
         if isinstance(renewed, str):
             return f"drafter {self.spec.index}: {renewed}"
@@ -88,6 +90,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return f"drafter {self.spec.index}: {renewed.problem}" if renewed.problem else ""
 
     def wants(self, version: int) -> bool:
+        """Return whether it could take weights of this version, and has older ones."""
         return self.alive and self.has_started() and not self._is_silent() and self.version < version
 
     def can_wake(self) -> bool:

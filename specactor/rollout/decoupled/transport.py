@@ -77,13 +77,13 @@ class Link(Protocol):
     num_drafters: int
 
     def send(self, drafter: int, frame: bytes) -> bool:
-        """Return False where the frame was dropped."""
+        """Send a frame; return False where it was dropped: the queue is full, or nobody is there."""
 
     def receive(self) -> list[tuple[int, bytes]]:
         """Return (drafter, frame) of all that have arrived."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether something has arrived."""
+        """Return whether something arrives in that time."""
 
     def close(self) -> None:
         """It may be called again."""
@@ -142,7 +142,8 @@ class ZmqLink:
 
 class Hub:
     def __init__(self, endpoint: str, *, keys: DrafterKeys | None = None, drops: Drops | None = None) -> None:
-        """Listen. Raises ConfigError for an address that cannot be had, or that other hosts reach without keys."""
+        """Listen at ``ipc://@name`` or ``tcp://127.0.0.1:*``; `drops` counts who is refused. Raises ConfigError for an
+        address that cannot be had, or that other hosts reach without keys."""
         _check_reach(endpoint, keys)
         self.drops = drops or Drops("drafter")
         self._keys = keys
@@ -183,6 +184,7 @@ class Hub:
         return frames
 
     def send(self, session: int, frame: bytes) -> bool:
+        """Send a frame; return False where it was dropped: the queue is full, or the engine is gone."""
         try:
             self._socket.send_multipart([_name(session), frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:

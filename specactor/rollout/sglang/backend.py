@@ -106,10 +106,8 @@ class Backend:
         self, requests: Sequence[RolloutRequest], report_tokens: int = 0
     ) -> AsyncIterator[tuple[int, tuple[list[int], list[float]], dict[str, Any] | None]]:
         """Yield (index, (tokens, log-probabilities), None) after every `report_tokens` tokens, and (index, the same,
-        response) at the end, without what was `begun`.
-
-        Raises EngineError for requests that SGLang refuses.
-        """
+        response) at the end, without what was `begun`. A response has token_ids, logprobs, finish_reason and
+        routed_experts. Raises EngineError for requests that SGLang or this engine refuses."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         self._num_batches += 1

@@ -43,7 +43,7 @@ _loaded: list[Any] = []  # SGLang's configurations of this rank's draft models
 
 
 def load(folder: str, server_args: Any, *, gpu_id: int, nccl_port: int, target_worker: Any) -> Any:
-    """Return SGLang's worker with a draft model, without a memory pool yet."""
+    """Return SGLang's worker with a dense draft model, without a memory pool yet."""
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.runtime_context import get_spec
 
@@ -253,14 +253,17 @@ class DraftRunner:
 
     @property
     def context_length(self) -> int:
+        """Return the longest text in tokens."""
         return int(self._runner.model_config.context_len)
 
     @property
     def num_slots(self) -> int:
+        """Return the number of slots of the KV pool, which count from 1."""
         return int(self._runner.max_total_num_tokens)  # counted from 1, as rows are
 
     @property
     def num_rows(self) -> int:
+        """Return the number of rows of the page table, which count from 1."""
         return int(self._runner.req_to_token_pool.size)
 
     def leave_device(self) -> None:
@@ -280,7 +283,7 @@ class DraftRunner:
                 self._runner.init_decode_cuda_graph()
 
     def place(self, row: int, first: int, block: int) -> None:
-        """Let positions from `first` on lie in this block."""
+        """Let positions from `first` on lie in this block; `row` is of the page table."""
         table = self._runner.req_to_token_pool.req_to_token
         slot, stop = slot_range(block).start, min(first + BLOCK_TOKENS, table.shape[1])
         table[row, first:stop] = torch.arange(slot, slot + stop - first, dtype=table.dtype, device=table.device)
@@ -293,7 +296,7 @@ class DraftRunner:
 
     @torch.no_grad()
     def draft(self, texts: Sequence[DraftText]) -> list[list[int]]:
-        """Draft after each text: a pass over its unseen tokens, then one per further token."""
+        """Return what may follow each text: a pass over its unseen tokens, then one per further token."""
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
         if not texts:

@@ -142,11 +142,9 @@ class Engine:
         return [finished[i] for i in range(len(requests))]
 
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        """Run a function of `rank_calls` in every rank, between two steps.
-
-        Raises EngineError, the engine being unharmed, when it raised on a rank, and EngineDied when a rank is not back
-        within `timeout_s`.
-        """
+        """Run a function of `rank_calls` in every rank, between two steps; return an answer per rank. Raises
+        EngineError, the engine being unharmed, when it raised on a rank, and EngineDied when a rank is not back within
+        `timeout_s`."""
         message = self._ask(RankCall(name=name, payload=payload, timeout_s=timeout_s), timeout_s)
         if isinstance(message, RankReplies):
             return message.replies
@@ -203,7 +201,8 @@ class Engine:
         return msgspec.msgpack.decode(reply, type=list[Span])
 
     def release_memory(self) -> None:
-        """Free the device's memory, where the platform can. Raises EngineError when requests are running."""
+        """Free the device's memory until `resume_memory`, where the platform can. Raises EngineError when requests are
+        running."""
         self.flush()  # SGLang's scheduler dies of a release before it counts itself idle
         self._do(Command(verb="release_memory"))
 
@@ -309,7 +308,8 @@ def check_servable(requests: Sequence[RolloutRequest], spec: EngineSpec, ready: 
 
 
 def whole_response(request: RolloutRequest, message: Finished, spec: EngineSpec, version: int) -> Trajectory:
-    """Return the whole response. Raises EngineError without the experts that were asked for."""
+    """Return the whole response; `version` is of the weights that the engine holds. One that was aborted while it
+    waited is empty where experts are wanted. Raises EngineError for any other without them."""
     dropped = spec.config.routed_experts and bool(message.token_ids) and not message.routed_experts
     if dropped and message.finish_reason != "abort":
         raise EngineError(

@@ -1,7 +1,9 @@
 """Triton kernels: attention that reads a request's keys once for up to eight of its rows, and sampling in one pass.
 
 Invariant: a row's bits depend neither on its place nor on other rows, where the GPU treats rows of a product alike. A
-tile always has `TILE` places; parts of `SPLIT` keys and chunks of the vocabulary are combined in one order.
+tile always has `TILE` places; parts of `SPLIT` keys and chunks of the vocabulary are combined in one order. What is
+sampled is the largest logits / temperature + SGLang's noise: tokens differ from SGLang's own where two scores are
+nearer than its rounding, 1e-6.
 
 Shape legend: R rows, H query heads, N key heads, D head size, M queries of a tile, S parts of a row's keys, V
 vocabulary, C chunks of it.
@@ -182,7 +184,7 @@ CHUNK = 2048  # tokens of the vocabulary per program
 
 
 class Drawn(NamedTuple):
-    """A token of every row, and the parts of its log-probability."""
+    """A token of every row, and what its log-probability is made of."""
 
     tokens: Tensor  # [R] int64
     tops: Tensor  # [R] float32: the largest of logits / temperature

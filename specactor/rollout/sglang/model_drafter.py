@@ -46,7 +46,7 @@ class ModelDrafter(Drafter):
         return self._version
 
     def renewed(self, version: int) -> None:
-        """Draft with new weights."""
+        """Draft with new weights, to which texts are shown from their beginning."""
         self._version = version
         self.policy_changed()
 
@@ -95,7 +95,8 @@ def check_weights(rank: Any, payload: bytes) -> bytes:
 
 
 def load_weights(rank: Any, payload: bytes) -> bytes:
-    """Check and load; answer a problem where the old weights stay."""
+    """Check and load; the answer names a problem where the old weights stay. Where one rank of several fails, drafts
+    are of two versions until the next push, which costs speed."""
     weights = msgspec.msgpack.decode(payload, type=DraftWeights)
     model, speculator = _model(rank), rank.draft_worker.speculator
     problem = "it was not loaded"

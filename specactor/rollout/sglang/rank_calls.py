@@ -102,7 +102,8 @@ RANK_CALLS: dict[str, RankFunction] = {"identify": _identify, "flush": _flush, "
 
 
 def find(name: str) -> RankFunction:
-    """Return the function of a registered name, or of a path ``specactor.module:function``."""
+    """Return the function of a registered name, or of a path ``specactor.module:function``. Raises EngineError where
+    there is none."""
     if name in RANK_CALLS:
         return RANK_CALLS[name]
     module, _, function = name.partition(":")

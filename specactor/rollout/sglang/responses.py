@@ -88,7 +88,7 @@ def _text() -> Text:  # read when the first request with a stop string comes
 
 
 def finish(original: Callable[..., None], req: Any, new_tokens: int = 1) -> None:
-    """Find where the request ends, now that its last `new_tokens` are there."""
+    """Find whether and where the request ends, now that its last `new_tokens` are there."""
     asked = req.to_finish
     # SGLang would not look whether a token of an aborted request's last round ends it. A response that can be gone on
     # with has no token after its end.

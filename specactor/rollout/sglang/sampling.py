@@ -95,6 +95,7 @@ def sample_in_one_pass(
 
 
 def serves(logits: Tensor) -> bool:
+    """Return whether the kernel draws of these logits."""
     return logits.is_cuda
 
 

@@ -208,6 +208,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         req.kv.kv_committed_len = min(req.kv.kv_committed_len, num_cached(req))
 
     def decodes_plainly(self) -> bool:
+        """Return whether the next round of decoding is a plain one."""
         return self.speculator is None or self._plain_left > 0
 
     def forward_batch_generation(
@@ -422,7 +423,8 @@ def _to_tree(values: Sequence[int]) -> DraftTree:
 def register(
     starting: Callable[[], SpeculationConfig], make_speculator: Callable[[SpeculationConfig], Speculator | None]
 ) -> None:
-    """Make the algorithm known to SGLang. Workers that start call these functions."""
+    """Make the algorithm known to SGLang. The functions give each worker that starts its configuration, and its
+    speculator."""
 
     class StartedWorker(Worker):
         def __init__(self, *arguments: Any, **named: Any) -> None:

@@ -6,6 +6,9 @@ From the draft tokens that were asked for, drafted and accepted, for each positi
     a_j = P(accepted >= j | drafted >= j, accepted >= j - 1)     acceptance
     survival_j = prod_{k <= j} c_k a_k = P(accepted >= j | asked >= j), by the chain rule
 
+Of what lies behind a rejected token, or beyond the window, nothing is known. Estimates are Beta means of counts that
+are forgotten exponentially; a request's odds of all its a_j are the drafter's, scaled by its own odds ratio.
+
 Invariants: an outcome changes estimates after `observe` and never before; reading changes nothing; survival does not
 increase with j; a verify without a rejection never lowers acceptance, one that rejects the first draft token never
 raises it; equal calls give equal bits.
@@ -152,10 +155,11 @@ class AcceptanceModel:
         self._told = dict(zip(request_ids, confidences, strict=True)) if confidences else {}
 
     def told(self, request_id: str) -> int:
-        """Return the confidence in the request's draft, CONFIDENCES if there is none."""
+        """Return the confidence in the request's draft; CONFIDENCES if the drafter does not say."""
         return self._told.get(request_id, CONFIDENCES)
 
     def observe(self, request_id: str, drafted: int, accepted: int, *, asked: int | None = None) -> None:
+        """Call `observe_all` for one verify."""
         self.observe_all([request_id], [drafted], [accepted], asked=None if asked is None else [asked])
 
     def observe_all(
@@ -221,13 +225,14 @@ class AcceptanceModel:
         return survived_BW
 
     def forget(self, request_id: str) -> None:
+        """Forget a request that has ended; what it taught about the drafter stays."""
         self._told.pop(request_id, None)
         if (row := self._row.pop(request_id, None)) is not None:
             self._seen[row] = 0.0
             self._free.append(row)
 
     def new_version(self, weight: float) -> None:
-        """Weigh what was seen: the drafter or the policy has changed."""
+        """Count what was seen with `weight` (0..1) of its worth: the drafter or the policy has changed."""
         assert 0 <= weight <= 1, weight  # from nothing known to all as before
         self._sure.scale(weight)
         self._fade(weight)

@@ -146,12 +146,14 @@ class ProcessCosts:
     token_s: Grid
     """From one token of each request to the next, its loop and messages included (`decoupled.spec.Work`)."""
     ahead_s: Grid
-    """On the engine, of a round beside the verify, without waits for drafts: hearing the process, and what that takes
-    from it."""
+    """On the engine, of a round beside the verify, without waits for drafts: hearing the process, and what the process
+    takes from the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable:
+    """Costs of one model's rounds on one device."""
+
     version: int = VERSION
     model: str
     device: str
@@ -278,6 +280,7 @@ class Correction:
         self._factors.pop(kind, None)
 
     def factor(self, kind: str) -> float:
+        """Return measured over predicted seconds of that kind, by which predictions are multiplied."""
         known = self._factors.get(kind)
         if known is None:
             ratios = self._ratios.get(kind, ())
@@ -326,6 +329,7 @@ class OnlineCosts:
         return self._curve(requests, max_rows)
 
     def plain_s(self, requests: int) -> float:
+        """Return the seconds of a plain step, corrected by those measured."""
         return self._plain_s(requests) * self.correction.factor(OFF)
 
     def draft_s(self, drafter: str, requests: int) -> Callable[[int], float]:
@@ -366,7 +370,8 @@ class OnlineCosts:
         self._seen(requests)
 
     def observe_plain(self, requests: int, *, round_s: float, predicted_s: float, after_another: bool = False) -> None:
-        """Note a plain round; one right after another kind may have done some of that one's work."""
+        """Note a plain round. `predicted_s`: uncorrected, or 0; `after_another`: right after another kind, some of
+        whose work it may have done; it then counts only if there is no other."""
         if not after_another or not self.plain:
             self.plain.append((requests, requests, round_s))
             if predicted_s > 0:

@@ -84,6 +84,7 @@ class Planner:
         return found
 
     def choose(self, options: Mapping[str, Option], requests: int) -> Choice:
+        """Return the fastest option, or plain decoding; to begin, drafting must be faster by `ENTRY_MARGIN`."""
         plain_s = self._costs.plain_s(requests) if self.may_stop or not options else float("inf")
         margin = ENTRY_MARGIN if self.current == OFF else CHANGE_MARGIN
         choice = choose(options, requests=requests, plain_s=plain_s, current=self.current, margin=margin)
@@ -235,6 +236,8 @@ class Owners:
         self.pace = pace if self.pace is None else self.pace + (pace - self.pace) / PACE_ROUNDS
 
     def of(self, ids: Sequence[str], offers: Sequence[Offer]) -> list[str]:
+        """Return each request's drafter in this round; OFF for none. Survivals of offers are 0 behind the ends of
+        drafts."""
         # Drafters are compared at the windows that are best for them now.
         window_of = {o.drafter: worths(o, "coupled", pace=self.pace).argmax(axis=1).tolist() for o in offers}
         current = [

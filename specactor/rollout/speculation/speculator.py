@@ -118,7 +118,8 @@ class Speculator:
 
     @property
     def plain_rounds_ahead(self) -> int:
-        """Rounds after this one that will be plain, whatever comes; `decide` need not be asked."""
+        """Return how many rounds, from the next on, will be plain, whatever comes. `decide` need not be asked, and
+        nothing committed, until they are over."""
         if not self.drafter_set.there:
             return self.drafter_set.plain_rounds_ahead
         if self.config.window:
@@ -130,6 +131,7 @@ class Speculator:
         return int(self.costs.table is None and self.costs.plain_is_next())
 
     def on_plain_round(self, requests: int, *, round_s: float) -> None:
+        """Note a plain round that `plain_rounds_ahead` promised, and its seconds."""
         if self.config.window is None or not self.drafter_set.there:
             self._is_behind = True
         if self._may_rest():
@@ -139,7 +141,7 @@ class Speculator:
         self.estimates.plain_round(requests, round_s=round_s, predicted_s=self._decision.predicted_s)
 
     def draft(self, drafter: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
-        """Draft what a decision left to all ranks together."""
+        """Draft what a decision left to all ranks together; those that did not decide must call it, too."""
         started = self._clock()
         self.drafter_set.tell(sequences)
         drafts = self.drafter_set.draft(drafter, sequences, windows)
@@ -149,7 +151,7 @@ class Speculator:
         return drafts
 
     def learn(self, sequences: Sequence[DraftSequence], accepted: Sequence[Sequence[int]], *, round_s: float) -> None:
-        """Learn from the last `decide`; `accepted`: draft tokens per request."""
+        """Learn from the last `decide`: `accepted` draft tokens per request, and seconds of the whole round."""
         decision = self._decision
         self.estimates.round(decision, sequences, accepted, round_s=round_s, is_steady=self._is_steady)
         if any(accepted):
@@ -159,6 +161,7 @@ class Speculator:
             self.drafter_set.call(leader, leader.led, round_s)
 
     def report(self) -> dict[str, Counts]:
+        """Return counts per drafter, and of plain rounds, since the last report."""
         return self.estimates.report()
 
     def record(self, recorder: Recorder) -> None:

@@ -33,6 +33,7 @@ class DraftTree(NamedTuple):
         return 1 + len(self.tokens)
 
     def depths(self) -> list[int]:
+        """Return per row the number of tokens between it and the root."""
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent] + 1)
@@ -136,6 +137,7 @@ class Decision:
 
     @property
     def timed_as(self) -> str:
+        """Return the kind of round that its seconds count for."""
         return self.kind or self.drafter
 
     @property
@@ -176,6 +178,7 @@ _NO_CREDIT = Credit(0, 0, 0, 0, False)
 
 
 def credits_of(drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> list[Credit]:
+    """Return the credit of each draft of a tree; `accepted` are draft tokens."""
     credits: list[Credit] = []
     best = 0  # accepted tokens that the drafts so far have
     for i, draft in enumerate(drafts):

@@ -28,7 +28,7 @@ CHANGE_MARGIN = 0.02
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     windows: tuple[int, ...]
-    """Draft tokens to verify of each request."""
+    """Draft tokens to verify of each request; 0: a plain step."""
     emitted: float
     """Tokens of all requests together."""
     round_s: float
@@ -128,7 +128,7 @@ def whole_drafts(
     draft_s: Callable[[int], float],
     drafted: Sequence[bool] = (),
 ) -> Choice:
-    """Verify all drafts."""
+    """Return windows of all that was drafted; arguments are those of `best_windows`."""
     depth = max(0 if there else length for length, there in zip(lengths, drafted or repeat(False), strict=False))
     survival_N, _ = _rows_in_order(survival_BW, lengths)
     return Choice(
@@ -141,11 +141,10 @@ def whole_drafts(
 def choose(
     options: Mapping[str, Option], *, requests: int, plain_s: float, current: str = OFF, margin: float = CHANGE_MARGIN
 ) -> Choice:
-    """Take the fastest of the options and plain decoding, of corrected `plain_s` a step.
-
-    Another drafter must be faster than `current`, the last round's, by `margin`; plain decoding need not, and wins
-    among equals, then the first name.
-    """
+    """Return the fastest of the options and plain decoding, of corrected `plain_s` a step. Another drafter must be
+    faster than `current`, the last round's, by `margin`; plain decoding need not, and wins among equals, then the first
+    name. A drafter counts as fast as now or as `usual`, so what is chosen may have windows of 0. Seconds of the Choice
+    are corrected."""
     assert requests >= 1, requests
     assert plain_s > 0, plain_s
     assert margin >= 0, margin

@@ -64,7 +64,7 @@ def layers_read(num_layers: int) -> list[int]:
 
 
 def features_of(target: Any, tokens_BT: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return (features [B, T, F], logits [B, T, V])."""
+    """Run a causal model of transformers; return (features [B, T, F], logits [B, T, V])."""
     output = target(input_ids=tokens_BT, use_cache=False, output_hidden_states=True)
     return torch.cat([output.hidden_states[layer + 1] for layer in layers], dim=-1), output.logits
 
@@ -187,8 +187,8 @@ class Head(nn.Module):
 
 
 def read_head(folder: Path, target: Any, embedding: Tensor) -> Head:
-    """Read a head of a target with this transformers' config, and embedding [V, H]. Raises ConfigError where it does
-    not fit."""
+    """Return the head in a folder, for a target with this transformers' config, and embedding [V, H] if it shares it.
+    Raises ConfigError where it does not fit."""
     from safetensors.torch import load_file
 
     from specactor.trainer.drafter.init import the_transformers
@@ -249,7 +249,8 @@ def _refuse_others(config: Any) -> None:
 
 
 def make_head(target: Any, start: Eagle3Start) -> Head:
-    """Pass the last layer that it reads on to the target's last norm and output projection."""
+    """Return a head that has learned nothing: it passes the last layer that it reads on to the target's last norm and
+    output projection."""
     from specactor.trainer.drafter.init import the_transformers
 
     source = target.config

@@ -93,7 +93,7 @@ def build(examples: Sequence[TrainingExample], device: torch.device) -> Batch:
 
 
 def draft_logprobs(logits_NV: Tensor, temperatures_N: Tensor) -> Tensor:
-    """Return log q [N, V], float32."""
+    """Return log q [N, V], float32, at the temperature that the policy was sampled at."""
     return (logits_NV.float() / temperatures_N[:, None]).log_softmax(-1)
 
 

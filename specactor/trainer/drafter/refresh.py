@@ -46,6 +46,7 @@ class TimeAccount:
     owed_s: float = 0.0
 
     def limit_s(self, share_s: float, spent_s: float) -> float:
+        """Return the seconds left to learn in, of this refresh's share, when it has spent so many."""
         return max(0.0, share_s - spent_s - self.push_s - self.owed_s)
 
     def ended(self, share_s: float, took_s: float) -> None:
@@ -71,7 +72,15 @@ class Distillation:
         device: torch.device | str = "cpu",
         clock: Clock = time.perf_counter,
     ) -> None:
-        """Raise ConfigError for a draft model that does not fit `policy`, transformers' config. Collective."""
+        """Read the draft model. Collective. Raises ConfigError for one that does not fit.
+
+        Args:
+            recorder_of: makes the recorder of the policy's top-k, and of the outputs of these layers.
+            policy: transformers' config.
+            engines: returns those of this rank that hold a draft model.
+            processes: its drafter processes.
+            note: prints.
+        """
         self.config = DraftTrainingConfig.of(config.distillation)
         self._collective = collective
         self._temperature = config.rollout.temperature
@@ -93,7 +102,8 @@ class Distillation:
     def refresh(
         self, sequences: Sequence[TrainSequence], *, version: int, step_s: float, is_last: bool
     ) -> dict[str, float]:
-        """Remember an RL step of policy `version`, and learn unless it is the last. Collective."""
+        """Remember an RL step, and learn unless it is the last; return metrics. Collective. `sequences` are as the
+        policy learned from them, `version` is of the policy that sampled them, and `step_s` is this rank's."""
         began_s, num_cut = self._clock(), self._remember(sequences, version)
         share_s = max(0.0, step_s) * self.config.refresh
         limit_s = self._account.limit_s(share_s, self._clock() - began_s)
@@ -114,7 +124,7 @@ class Distillation:
         return metrics | (_metrics_of(stats) if stats is not None else {})
 
     def push(self) -> dict[str, float]:
-        """Send the weights to all that have older ones. Collective."""
+        """Send the weights to all that draft with older ones; return metrics. Collective."""
         began_s, version = self._clock(), self.drafter.version
         behind = [engine for engine in self._engines() if self._held.get(engine, 0) < version]
         wanting = bool(behind) or self._processes.want(version)
@@ -147,7 +157,7 @@ class Distillation:
         return metrics | {"drafter/oldest_version": self._oldest()}
 
     def save(self, folder: Path) -> None:
-        """Write if weights are finite. Collective. Raises CheckpointError where the disk fails."""
+        """Write into a checkpoint if weights are finite. Collective. Raises CheckpointError where the disk fails."""
         own = folder / FOLDER
         if not self._is_sound():
             return  # a run that resumes there begins with the draft model of the config
@@ -167,7 +177,7 @@ class Distillation:
                 self._collective.together("checkpoint", write)
 
     def load(self, checkpoint: Path) -> None:
-        """Start anew if the checkpoint has no draft model. Collective."""
+        """Load from a checkpoint; start anew if it has no draft model. Collective."""
         folder = checkpoint / FOLDER
         if self._collective.any(not folder.is_dir()):
             self._note(f"{checkpoint} holds no draft model: it starts from {self._folder}")
@@ -183,7 +193,8 @@ class Distillation:
         self._account = TimeAccount(push_s=state["push_s"], owed_s=state["owed_s"])
 
     def export(self, folder: Path) -> bool:
-        """Write in Hugging Face format if weights are finite; return whether. Raises as `save`."""
+        """Write in Hugging Face format if weights are finite; return whether they were. Collective. Raises
+        CheckpointError where the disk fails."""
         if not self._is_sound():
             return False
         weights = dict(self.drafter.named_weights())

@@ -55,7 +55,7 @@ class StateRecorder:
                 module.register_forward_hook(partial(self._keep, block))
 
     def begin(self, sequences: Sequence[TrainSequence]) -> None:
-        """Choose those that are kept: long responses first, which rollouts wait for."""
+        """Choose those of an update whose states are kept: long responses first, which rollouts wait for."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
         self._chosen, left = [], self._max_tokens
         for i in sorted(range(len(sequences)), key=lambda i: (-sequences[i].response_len, i)):

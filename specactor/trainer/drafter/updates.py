@@ -52,7 +52,7 @@ class PlainUpdater:
         )
 
     def micro_step(self, last: bool) -> AbstractContextManager[Any]:
-        """Gradients are reduced in the last of an update."""
+        """Enclose forward and backward pass of a micro-batch; gradients are reduced in the last of an update."""
         if last or not isinstance(self.replica, DistributedDataParallel):
             return nullcontext()
         return self.replica.no_sync()
@@ -65,7 +65,7 @@ class PlainUpdater:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, learning_rate: float) -> float:
-        """Return the global gradient norm before clipping."""
+        """Make one update; return the global gradient norm before clipping."""
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), GRAD_CLIP))
@@ -99,7 +99,7 @@ class PlainUpdater:
         return {f"{kind}.{name}": value for name, of in state.items() for kind, value in of.items()}
 
     def restore_optimizer(self, state: dict[str, Tensor]) -> None:
-        """Raise CheckpointError for the state of another model."""
+        """Restore an `optimizer_state`. Raises CheckpointError for that of another model."""
         self._adam.state.clear()
         for key, value in state.items():
             kind, _, name = key.partition(".")
@@ -234,7 +234,7 @@ def zero_config(config: DistillationConfig) -> dict[str, Any]:
 def make_updater(
     model: nn.Module, config: DistillationConfig, group: dist.ProcessGroup | None, device: torch.device
 ) -> PlainUpdater | ZeroUpdater:
-    """Raise ConfigError where DeepSpeed is missing."""
+    """Return what `config.zero_stage` asks for. Raises ConfigError where DeepSpeed is missing."""
     if not config.zero_stage:
         return PlainUpdater(model, config, group)
     if importlib.util.find_spec("deepspeed") is None:
