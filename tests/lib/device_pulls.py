@@ -35,7 +35,7 @@ from specactor.weights_sync.plan import Held, held
 from specactor.weights_sync.receiver import Receiver
 from specactor.weights_sync.sender import WeightSender
 from tests.lib.simulated_cuda import Mode, Simulated, simulated
-from tests.weights_sync.test_hosts import Rank
+from tests.weights_sync.hosts_job import Rank
 from tests.weights_sync.test_pull_faults import Alone
 
 VISIBLE = "FAKE_CUDA_VISIBLE"
