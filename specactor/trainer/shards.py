@@ -119,7 +119,7 @@ class RankShards:
         addresses = (*(buffer.address() for buffer in self._memory), self._copied.address())
         names = [self._name_of_part(*pair) for pair in (*(each[:2] for each in mine), *equal)]
         places = dict(zip(names, self._copied.starts, strict=False)) if self._copied.gpu is not None else {}
-        return Holding(addresses=addresses, tensors=tuple(tensors), places=places)
+        return Holding(addresses=addresses, tensors=tuple(tensors), places=places, refusals=self._copied.refusals)
 
     def _name_of_part(self, name: str, tensor: Tensor) -> str:
         """The name that this rank's part of a parameter has on all ranks that hold it."""
