@@ -27,13 +27,14 @@ import torch
 
 from specactor.config import WeightsSyncConfig
 from specactor.errors import WeightSyncError
-from specactor.weights_sync import cuda_ipc, memory, receiver
-from specactor.weights_sync.cuda_ipc import Cuda, GpuMemory, OpenedMemory, Part
+from specactor.weights_sync import cuda_ipc, memory
+from specactor.weights_sync.cuda_ipc import Cuda, GpuMemory, Part
 from specactor.weights_sync.memory import SharedCopy
 from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, PLAN, PULL, Holding
 from specactor.weights_sync.plan import Held, held
 from specactor.weights_sync.receiver import Receiver
 from specactor.weights_sync.sender import WeightSender
+from tests.lib.device_faults import WRONG, no_uuid, nowhere
 from tests.lib.simulated_cuda import Mode, Simulated, simulated
 from tests.weights_sync.hosts_job import Rank
 from tests.weights_sync.test_pull_faults import Alone
@@ -103,40 +104,6 @@ class Model:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             {"a": self.a, "b": self.bc[: B[0]], "c": self.bc[B[0] :]}[name].copy_(tensor)
-
-
-def no_offset(self: OpenedMemory, at: int) -> tuple[torch.Tensor, int]:
-    """A wrong version: the tensor is taken for the whole allocation."""
-    part = max((part for part in self._parts if part.at <= at), key=lambda part: part.at)
-    return self._allocations[part.allocation], at - part.at
-
-
-def no_uuid(device: int) -> str:
-    raise RuntimeError("CUDA error: unknown error")
-
-
-def no_chunks(*given: Any) -> Any:
-    raise WeightSyncError("a would be written twice from byte 7 on")
-
-
-def nowhere(self: Cuda, pointer: int) -> tuple[int, int]:
-    raise WeightSyncError("cuMemGetAddressRange: it is in no allocation of this process (1)")
-
-
-WRONG: dict[str, tuple[Any, str, Any]] = {
-    "no UUID": (cuda_ipc, "gpu_uuid", no_uuid),
-    "refused": (receiver.plan, "chunks", no_chunks),
-    "offset ignored": (OpenedMemory, "find", no_offset),
-    "nothing closed": (cuda_ipc, "_close", lambda opened, needed: None),
-    "not kept": (cuda_ipc.Allocations, "_memory", lambda *given: not_kept(*given)),
-}
-_memory = cuda_ipc.Allocations._memory
-
-
-def not_kept(self: Any, own: GpuMemory, device: int) -> Any:
-    """A wrong version: what is open is opened again."""
-    self._opened.clear()
-    return _memory(self, own, device)
 
 
 class Served:
