@@ -37,7 +37,7 @@ class WeightSyncError(SpecActorError):
 
 
 class CopiesDifferError(WeightSyncError):
-    """Hosts hold unequal copies: new engines would fail likewise."""
+    """Trainer ranks hold unequal copies: new engines would fail likewise."""
 
 
 class AgreementError(SpecActorError):

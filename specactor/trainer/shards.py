@@ -2,6 +2,9 @@
 
 In rounds each parameter is handed over once, and only tensor-parallel shards are gathered. In shared memory nothing is
 gathered: on every host one rank hands over each shard.
+
+Invariant: parameters that engines read on a GPU never move during a run. CUDA leaves undefined what comes of memory
+that is freed while others have it open. Should they move, the next push notices, goes by buckets, and engines close it.
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ class RankShards:
         pointers = [tensor.data_ptr() for _, tensor in self._parameters if tensor.device.type == "cpu"]
         moved = self._copied is not None and self._copied.moved()
         if pointers != self._pointers or self._holding is None or moved:
-            self._pointers = pointers
+            self._pointers, self._holding = pointers, None
             self._holding = self._hold(capacity_bytes)
         if self._copied is not None and self._holding is not None:
             self._copied.refresh()
@@ -98,16 +101,16 @@ class RankShards:
     def _hold(self, capacity_bytes: int) -> Holding | None:
         mine = [(*pair, self._place(pair[1])) for pair in self._parameters_of_own()]
         others = [tensor for _, tensor, place in mine if place is None]
-        devices = {tensor.device.type for _, tensor, _ in mine}
+        devices = {tensor.device.type for _, tensor in self._parameters}
         if devices - {"cpu"}:
             capacity_bytes = room_bytes(self.hosts.count(self.hosts[dist.get_rank()]))
         if len(devices) > 1 or sum(aligned(tensor.nbytes) for tensor in others) > capacity_bytes:
             return None
         given = {name for name, _, _ in mine}
         equal = [pair for pair in self._parameters if devices - {"cpu"} and pair[0] not in given]
-        if self._copied is not None:
-            self._copied.buffer.close()
-        self._copied = SharedCopy(others, [tensor for _, tensor in equal])
+        old, self._copied = self._copied, SharedCopy(others, [tensor for _, tensor in equal])
+        if old is not None:
+            old.buffer.close()
         starts = iter(self._copied.starts)
         tensors: list[plan.Held] = []
         for name, tensor, place in mine:
@@ -116,7 +119,7 @@ class RankShards:
         addresses = (*(buffer.address() for buffer in self._memory), self._copied.address())
         names = [self._name_of_part(*pair) for pair in (*(each[:2] for each in mine), *equal)]
         places = dict(zip(names, self._copied.starts, strict=False)) if self._copied.gpu is not None else {}
-        return Holding(addresses=addresses, tensors=tuple(tensors), places=places)
+        return Holding(addresses=addresses, tensors=tuple(tensors), places=places, refusals=self._copied.refusals)
 
     def _name_of_part(self, name: str, tensor: Tensor) -> str:
         """The name that this rank's part of a parameter has on all ranks that hold it."""

@@ -10,7 +10,7 @@ import ctypes
 import weakref
 from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -68,7 +68,7 @@ class Cuda:
 
     def handle(self, base: int) -> bytes:
         handle = _Handle()
-        self._do("cudaIpcGetMemHandle", EXPANDABLE, ctypes.byref(handle), ctypes.c_void_p(base))
+        self._do("cudaIpcGetMemHandle", EXPANDABLE, ctypes.byref(handle), ctypes.c_void_p(base), otherwise=NO_IPC)
         return bytes(handle)
 
     def open(self, handle: bytes, device: int) -> int:
@@ -76,7 +76,7 @@ class Cuda:
         pointer = ctypes.c_void_p()
         with self._current(device):
             opened = ctypes.byref(pointer), _Handle.from_buffer_copy(handle), PEER_ACCESS
-            self._do("cudaIpcOpenMemHandle", "Run trainer and engines in one container", *opened)
+            self._do("cudaIpcOpenMemHandle", APART, *opened, otherwise=NO_IPC)
         return pointer.value or 0
 
     def close(self, pointer: int, device: int) -> None:
@@ -86,7 +86,10 @@ class Cuda:
     @staticmethod
     def tensor(pointer: int, num_bytes: int, device: int) -> Tensor:
         """Return uint8 [num_bytes], without a copy."""
-        return torch.as_tensor(_Memory(pointer, num_bytes), device=f"cuda:{device}")
+        try:
+            return torch.as_tensor(_Memory(pointer, num_bytes), device=f"cuda:{device}")
+        except RuntimeError as error:
+            raise WeightSyncError(f"PyTorch makes no tensor of another process's memory: {error}") from error
 
     @contextmanager
     def _current(self, device: int) -> Iterator[None]:
@@ -98,14 +101,20 @@ class Cuda:
         finally:
             self._do("cudaSetDevice", SEEN, before.value)
 
-    def _do(self, name: str, way_out: str, *arguments: Any) -> None:
+    def _do(self, name: str, way_out: str, *arguments: Any, otherwise: str = "") -> None:
+        """Args: otherwise: the way out of all errors but of arguments that CUDA takes for invalid."""
         if code := getattr(self._runtime, name)(*arguments):
             self._runtime.cudaGetLastError()  # or PyTorch would find this error after its next kernel
+            way_out = way_out if code == INVALID_VALUE else otherwise or way_out
             raise WeightSyncError(f"{name}: {self._runtime.cudaGetErrorString(code).decode()} ({code}). {way_out}")
 
 
 EXPANDABLE = "Take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF: only what cudaMalloc gave has a handle"
+APART = "Run trainer and engines in one container"
+NO_IPC = "CUDA's IPC is not available here"
 SEEN = "Look at CUDA_VISIBLE_DEVICES"
+INVALID_VALUE = 1
+"""cudaErrorInvalidValue: so CUDA refuses a handle of what cudaMalloc did not make."""
 BUFFER_ID = 7
 """CU_POINTER_ATTRIBUTE_BUFFER_ID."""
 PEER_ACCESS = 1
@@ -129,6 +138,14 @@ def cuda() -> Cuda:
     return Cuda(ctypes.CDLL(f"libcudart.so.{major}"), ctypes.CDLL("libcuda.so.1"))
 
 
+def uuid_of(device: int) -> str:
+    """Raises WeightSyncError."""
+    try:
+        return gpu_uuid(device)
+    except (RuntimeError, AssertionError) as error:  # the latter of a number that PyTorch does not know
+        raise WeightSyncError(f"CUDA does not say which GPU number {device} is: {error}") from error
+
+
 Places = tuple[tuple[Part, ...], tuple[tuple[int, int], ...]]
 """Of tensors, and (first byte, generation) of their allocations in this process."""
 
@@ -148,7 +165,7 @@ def places(tensors: Sequence[Tensor], starts: Sequence[int]) -> Places:
 def exported(device: int, where: Places) -> GpuMemory:
     """Let processes on the same GPU read what lies there. Raises WeightSyncError."""
     parts, allocations = where
-    return GpuMemory(uuid=gpu_uuid(device), handles=tuple(cuda().handle(base) for base, _ in allocations), parts=parts)
+    return GpuMemory(uuid=uuid_of(device), handles=tuple(cuda().handle(base) for base, _ in allocations), parts=parts)
 
 
 class OpenedMemory:
@@ -171,13 +188,18 @@ class Allocations:
 
     def open(self, memories: Mapping[int, GpuMemory], device: int) -> dict[int, OpenedMemory]:
         """Open what memories need, each once, and close the rest. Raises OSError or WeightSyncError; then nothing is
-        open."""
+        open that can be closed."""
         try:
             _close(self._opened, [handle for memory in memories.values() for handle in memory.handles])
             return {number: self._memory(memory, device) for number, memory in memories.items()}
-        except WeightSyncError:
-            _close(self._opened, [])
+        except (OSError, WeightSyncError):
+            with suppress(OSError, WeightSyncError):  # what came first is said
+                self.close()
             raise
+
+    def close(self) -> None:
+        """Raises OSError or WeightSyncError."""
+        _close(self._opened, [])
 
     def _memory(self, memory: GpuMemory, device: int) -> OpenedMemory:
         ends = [0] * len(memory.handles)
@@ -199,5 +221,13 @@ class Allocations:
 
 
 def _close(opened: dict[bytes, tuple[int, int]], needed: Sequence[bytes]) -> None:
+    """Raises the first error in the end; what did not close is still there."""
+    first: OSError | WeightSyncError | None = None
     for handle in opened.keys() - set(needed):
-        cuda().close(*opened.pop(handle))
+        try:
+            cuda().close(*opened[handle])
+            del opened[handle]
+        except (OSError, WeightSyncError) as error:
+            first = first or error
+    if first is not None:
+        raise first

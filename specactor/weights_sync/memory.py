@@ -2,7 +2,7 @@
 and gone with the last process that holds it.
 
 Who has a GPU locks the pages for it, so no number of a device travels; nothing is unpickled. What lies on GPUs is
-copied there for engine ranks of others (`SharedCopy`); each side digests what lies on its own.
+copied there for engine ranks on other GPUs and hosts (`SharedCopy`); each side digests what lies on its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from specactor.errors import WeightSyncError
 from specactor.weights_sync.buckets import aligned
-from specactor.weights_sync.cuda_ipc import GpuMemory, OpenedMemory, exported, places
+from specactor.weights_sync.cuda_ipc import GpuMemory, OpenedMemory, exported, places, uuid_of
 from specactor.weights_sync.digest import device_total, read_totals
 from specactor.weights_sync.plan import Chunk, Span
 
@@ -122,21 +122,25 @@ class SharedCopy:
         self.starts = list(accumulate((aligned(tensor.nbytes) for tensor in self._tensors), initial=0))
         self.buffer = SharedBuffer(max(1, self.starts[len(tensors)]), locked=False)
         self.gpu: GpuMemory | None = None
-        self.refusal = ""
-        """Why no other process can read a GPU's tensors there."""
+        self.refusals: dict[str, str] = {}
+        """By GPU: why no other process can read its tensors there."""
         if self._on_gpu:
             try:
                 self._places = places(self._tensors, self.starts)
                 self.gpu = exported(self._tensors[0].device.index, self._places)
             except (OSError, WeightSyncError) as error:
-                self.refusal = str(error)
+                self.refusals = {_uuid_or_none(self._tensors[0]): str(error)}
 
     def address(self) -> Address:
         return msgspec.structs.replace(self.buffer.address(), gpu=self.gpu)
 
     def moved(self) -> bool:
-        """Return whether a tensor that others read on the GPU lies elsewhere, or in another allocation."""
-        return self.gpu is not None and places(self._tensors, self.starts) != self._places
+        """Return whether a tensor that others read on the GPU lies elsewhere, in another allocation, or nowhere that
+        could be told."""
+        try:
+            return self.gpu is not None and places(self._tensors, self.starts) != self._places
+        except (OSError, WeightSyncError):  # who then makes a copy anew is told so, and goes on without the GPU's
+            return True
 
     def read_by(self, spans: Iterable[Span]) -> None:
         """Copy from now on only what these are of."""
@@ -180,6 +184,13 @@ def pull_on_device(
                 targets[-1].copy_(_grid(raw, at, block.span.step, block.span), non_blocking=True)
         totals.append(device_total(_joined(targets)))
     return read_totals(totals)
+
+
+def _uuid_or_none(tensor: Tensor) -> str:
+    try:
+        return uuid_of(tensor.device.index)
+    except WeightSyncError:
+        return ""
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     """On a GPU, the first byte of each of the rank's tensors in its memory, by a name that equal ones share."""
     near: dict[str, tuple[Held, ...]] = {}
     """By GPU: tensors that engines on it had better take from there than from where `tensors` has them."""
+    refusals: dict[str, str] = {}
+    """By GPU, "" where CUDA does not say which: why engines on it cannot read there what trainer ranks have on it."""
     planned: int = 0
     """Key of the plan, already made, that these memories, without tensors, are added to."""
 

@@ -16,7 +16,7 @@ from specactor.weights_sync.digest import digest_of, digest_spans
 from specactor.weights_sync.memory import SharedCopy, open_address, room_bytes
 from specactor.weights_sync.messages import Holding, PlanReply, PullReply
 from specactor.weights_sync.mirrors import Crossing, Mirrors, crossings
-from specactor.weights_sync.plan import Chunk, Span, merged, nearer
+from specactor.weights_sync.plan import Chunk, Held, Span, merged, nearer
 
 Spans = tuple[Span, ...]
 
@@ -35,8 +35,17 @@ class JobPlan:
         seen = tuple(a if hosts[owner] == here else None for a, owner in zip(addresses, self._owner, strict=True))
         on_gpu = {number: address.gpu for number, address in enumerate(seen) if address is not None and address.gpu}
         places = {number: holdings[self._owner[number]].places for number in on_gpu}
-        near = {gpu.uuid: nearer(tensors, places, number) for number, gpu in on_gpu.items()}
-        self.holding = Holding(addresses=seen, tensors=tensors, near=near)  # for the engines of this host
+        near: defaultdict[str, dict[str, Held]] = defaultdict(dict)  # by name
+        for number, gpu in on_gpu.items():  # trainer ranks on one GPU may hold different parts
+            found = near[gpu.uuid]
+            found |= {one.name: one for one in nearer([found.get(t.name, t) for t in tensors], places, number)}
+        of_host = [each for host, each in zip(hosts, holdings, strict=True) if host == here]
+        self.holding = Holding(  # for the engines of this host
+            addresses=seen,
+            tensors=tensors,
+            near={uuid: tuple(found.values()) for uuid, found in near.items()},
+            refusals={uuid: reason for each in of_host for uuid, reason in each.refusals.items()},
+        )
         self.key = _digest(self.holding)  # engines that took it know their plan by that
         self.num_bytes = sum(tensor.num_bytes for tensor in tensors)
         self.link_bytes = 0
@@ -48,11 +57,11 @@ class JobPlan:
         self._crossings: list[Crossing] = []
         first = self._owner.index(collective.rank)
         own = holdings[collective.rank].addresses
-        self._memories = {first + i: open_address(address, locked=False) for i, address in enumerate(filter(None, own))}
+        self._memories = {first + i: open_address(each, locked=False) for i, each in enumerate(own) if each is not None}
 
     def learn(self, replies: Mapping[int, Sequence[PlanReply]]) -> str:
-        """Take what this rank's engines planned; return why it cannot take part. Afterwards `holding` is that of the
-        mirrors. Collective."""
+        """Take what this rank's engines planned; return why it cannot take part. If anything crosses, `holding` is
+        afterwards that of the mirrors. Collective."""
         self.chunks = {engine: [reply.chunks for reply in ranks] for engine, ranks in replies.items()}
         mine = {
             (chunk.spans, _digest((number, len(ranks), chunk.place)), chunk.spans[0].memory in reply.on_gpu): None
@@ -61,8 +70,6 @@ class JobPlan:
             for chunk in reply.chunks
         }
         reasons = [reply.through_host for ranks in replies.values() for reply in ranks]
-        if self._on_device is not None:
-            reasons.append(self._on_device.refusal)
         everyone = self._collective.gather(
             (tuple(mine), next(filter(None, reasons), "")), tuple[tuple[tuple[Spans, int, bool], ...], str]
         )

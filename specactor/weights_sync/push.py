@@ -115,7 +115,7 @@ class Push:
         self._packed: dict[int, list[tuple[torch.Tensor, Bucket]]] = {}  # by side: own, and mirrored by this rank
         self._kept: set[int] = set()  # rounds that crossed to be checked, and are still there to be loaded
         self._keepable: int | None = None  # bytes for them on this rank, as of the first round
-        self._apart = ""  # which copies of the weights differ between hosts: a problem that stays
+        self._apart = ""  # which copies of the weights differ between trainer ranks: a problem that stays
         self._touched = False  # whether engines may hold other weights than before
         self._device = torch.device("cpu")  # of the tensors that were packed
 

@@ -8,6 +8,7 @@ if every element of every parameter was written.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +19,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specactor.errors import WeightSyncError
-from specactor.parallel.devices import gpu_uuid
 from specactor.weights_sync import plan
 from specactor.weights_sync.buckets import Slot
-from specactor.weights_sync.cuda_ipc import Allocations, OpenedMemory
+from specactor.weights_sync.cuda_ipc import Allocations, OpenedMemory, uuid_of
 from specactor.weights_sync.digest import Memory, copy_and_digest, digest_of
 from specactor.weights_sync.memory import Address, open_address, pull_on_device, read_only, unregister
 from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Holding, PlanReply, Pull, PullReply, Round
@@ -204,6 +204,8 @@ class Receiver:
                     self._plan.memories[number] = opened(address)
         except (OSError, WeightSyncError) as error:
             self._forget_plan()
+            with contextlib.suppress(OSError, WeightSyncError):  # what came first is said
+                self._on_gpu.close()
             return msgspec.msgpack.encode(PlanReply(refusal=str(error)))
         self._plan = replace(self._plan, key=digest_of(memoryview(payload)))
         if message.planned:
@@ -232,12 +234,13 @@ class Receiver:
     ) -> tuple[dict[int, OpenedMemory], Sequence[Held], str]:
         """Return the memories on this rank's GPU, what is better taken there, and why nothing is."""
         memories = {i: each.gpu for i, each in enumerate(everything.addresses) if each is not None and each.gpu}
-        if not memories:
-            return {}, (), ""
+        known = device.type == "cuda" and (memories or everything.refusals)
         try:
-            uuid = gpu_uuid(device.index)
+            uuid = uuid_of(device.index) if known else ""
             own = {number: memory for number, memory in memories.items() if memory.uuid == uuid}
-            return self._on_gpu.open(own, device.index), everything.near.get(uuid, ()), ""
+            refusals = everything.refusals if known else {}
+            opened = self._on_gpu.open(own, device.index)
+            return opened, everything.near.get(uuid, ()), refusals.get(uuid, refusals.get("", ""))
         except (OSError, WeightSyncError) as error:
             return {}, (), str(error)
 

@@ -27,15 +27,16 @@ import torch
 
 from specactor.config import WeightsSyncConfig
 from specactor.errors import WeightSyncError
-from specactor.weights_sync import cuda_ipc, memory, receiver
-from specactor.weights_sync.cuda_ipc import Cuda, GpuMemory, OpenedMemory, Part
+from specactor.weights_sync import cuda_ipc, memory
+from specactor.weights_sync.cuda_ipc import Cuda, GpuMemory, Part
 from specactor.weights_sync.memory import SharedCopy
 from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, PLAN, PULL, Holding
 from specactor.weights_sync.plan import Held, held
 from specactor.weights_sync.receiver import Receiver
 from specactor.weights_sync.sender import WeightSender
+from tests.lib.device_faults import WRONG, no_uuid, nowhere
 from tests.lib.simulated_cuda import Mode, Simulated, simulated
-from tests.weights_sync.test_hosts import Rank
+from tests.weights_sync.hosts_job import Rank
 from tests.weights_sync.test_pull_faults import Alone
 
 VISIBLE = "FAKE_CUDA_VISIBLE"
@@ -81,7 +82,6 @@ def world(library: Path, fake: Path, stack: ExitStack) -> FakeCuda:
     for owner, name, value in (
         (cuda_ipc, "cuda", lambda: made),
         (cuda_ipc, "gpu_uuid", uuid),
-        (receiver, "gpu_uuid", uuid),
     ):
         stack.enter_context(patch.object(owner, name, value))
     stack.enter_context(simulated(library))
@@ -106,31 +106,11 @@ class Model:
             {"a": self.a, "b": self.bc[: B[0]], "c": self.bc[B[0] :]}[name].copy_(tensor)
 
 
-def no_offset(self: OpenedMemory, at: int) -> tuple[torch.Tensor, int]:
-    """A wrong version: the tensor is taken for the whole allocation."""
-    part = max((part for part in self._parts if part.at <= at), key=lambda part: part.at)
-    return self._allocations[part.allocation], at - part.at
-
-
-WRONG: dict[str, tuple[Any, str, Any]] = {
-    "offset ignored": (OpenedMemory, "find", no_offset),
-    "nothing closed": (cuda_ipc, "_close", lambda opened, needed: None),
-    "not kept": (cuda_ipc.Allocations, "_memory", lambda *given: not_kept(*given)),
-}
-_memory = cuda_ipc.Allocations._memory
-
-
-def not_kept(self: Any, own: GpuMemory, device: int) -> Any:
-    """A wrong version: what is open is opened again."""
-    self._opened.clear()
-    return _memory(self, own, device)
-
-
 class Served:
     """An engine rank; the process has one after the other."""
 
     def __init__(self, made: FakeCuda, payload: bytes = b"[]") -> None:
-        """Args: payload: the GPUs that it sees, and which wrong version it is."""
+        """Args: payload: the GPUs that it sees, and which wrong version it is, or which fault it has."""
         visible, wrong = msgspec.json.decode(payload) or ("", "")
         os.environ[VISIBLE] = visible
         self.made, self._stack = made, ExitStack()
@@ -281,7 +261,12 @@ class Source:
                 blocks = held(index, range(tensor.numel()), memory=0, at=start, item_bytes=4)
                 tensors.append(Held(name, tensor.nbytes, blocks))
             places = dict(zip(given | equal, self.on_device.starts, strict=False))
-            self._holding = Holding(addresses=(self.on_device.address(),), tensors=tuple(tensors), places=places)
+            self._holding = Holding(
+                addresses=(self.on_device.address(),),
+                tensors=tuple(tensors),
+                places=places,
+                refusals=self.on_device.refusals,
+            )
         with _alone:
             self.on_device.refresh()
         return self._holding
@@ -290,7 +275,8 @@ class Source:
 def pushes(source: Source, engine: Engine, change: dict[int, Callable[[], None]]) -> dict[str, Any]:
     """What came of six pushes, or of as many as went well; before one of them something may change."""
     sender, found = WeightSender(WeightsSyncConfig(), Alone()), dict[str, Any]()  # type: ignore[arg-type]
-    found["right"], found["rounds"], found["opened, closed"], found["reasons"] = [], [], [], []
+    for name in ("right", "rounds", "opened, closed", "reasons", "notes"):
+        found[name] = []
     for version in range(1, 7):
         change.get(version, lambda: None)()
         source.set(version)
@@ -302,6 +288,7 @@ def pushes(source: Source, engine: Engine, change: dict[int, Callable[[], None]]
         found["right"].append(engine.ask("values") == source.expected())
         found["rounds"].append(report.num_rounds)
         found["reasons"].append(report.through_host)
+        found["notes"].append(report.note)
         found["opened, closed"].append(engine.ask("counts")[1:3])
     found["host bytes"] = int(source.on_device.buffer.data.ne(0).sum())
     found["killed"], found["errors left"] = engine.killed, source.made.counts()[3]
@@ -363,6 +350,16 @@ def main(library: Path, fake: Path) -> None:
         run("same GPU")
         run("another GPU", visible="7")
         run("mapped", call="fake_map")
+        run("mapped, another GPU", call="fake_map", visible="7")
+        run("no UUID")
+        run("refused")
+        with patch.object(cuda_ipc, "gpu_uuid", no_uuid):
+            run("no UUID of the trainer")
+        source = Source(made)
+        engine.begin("2", "lost")
+        with ExitStack() as lost:
+            later = {4: lambda: lost.enter_context(patch.object(FakeCuda, "allocation", nowhere))}
+            found["lost"] = pushes(source, engine, later)
         for name in ("made anew", "nothing closed", "not kept"):
             run(name, anew=False)
         run("made anew in its place", anew=True)

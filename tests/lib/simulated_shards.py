@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +89,18 @@ def trainer_of(folder: Path) -> PolicyTrainer:
     return PolicyTrainer(config, layout, folder / "model")
 
 
+def no_copy(*given: Any) -> Any:
+    raise OSError("no memory")
+
+
+def raises(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except OSError as error:
+        return type(error).__name__
+    return ""
+
+
 def beside_an_equal_rank(source: RankShards, exported: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What it hands over to the host, and on its GPU alone since another rank of the host gives it to the host."""
     source._equal_shards = source._equal_whole = source._equal_experts = [1, 0]
@@ -107,6 +119,17 @@ def beside_an_equal_rank(source: RankShards, exported: dict[str, torch.Tensor]) 
         same = source.held(2**40) is holding
         generation = 2
         moved = source.held(2**40) is not holding
+        generation = 3
+        with patch.object(shards_module, "SharedCopy", no_copy):
+            failed = [raises(lambda: source.held(2**40)) for _ in range(2)]
+        again = source.held(2**40)
+        source._equal_shards = source._equal_whole = source._equal_experts = [1]
+        source._holding = None
+        nothing = source.held(2**40)
+    assert again is not None
+    assert nothing is not None
+    [unread] = nothing.addresses
+    assert unread is not None
     [address] = holding.addresses
     assert address is not None
     assert address.gpu is not None
@@ -120,6 +143,10 @@ def beside_an_equal_rank(source: RankShards, exported: dict[str, torch.Tensor]) 
         "gpu": address.gpu.uuid == "GPU-1",
         "same": same,
         "moved": moved,
+        "failed": failed == ["OSError"] * 2,
+        "after a failure": again is not holding and again.addresses != holding.addresses,
+        "hands over nothing": not nothing.tensors and unread.num_bytes == 1,
+        "and yet has all on its GPU": unread.gpu is not None and sorted(nothing.places) == sorted(again.places),
     }
 
 

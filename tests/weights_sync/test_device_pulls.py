@@ -61,6 +61,8 @@ def test_an_engine_on_another_gpu_reads_host_memory(found: dict[str, Any]) -> No
         ("mapped", "Take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"),
         ("does not open", "cudaIpcOpenMemHandle"),
         ("too small", "has 65536 bytes, expected at least 1071616"),
+        ("no UUID", "CUDA does not say which GPU number 0 is: CUDA error: unknown error"),
+        ("no UUID of the trainer", "CUDA does not say which GPU number 1 is: CUDA error: unknown error"),
     ],
 )
 def test_what_cannot_be_opened_is_said_and_goes_through_the_host(found: dict[str, Any], case: str, reason: str) -> None:
@@ -72,6 +74,29 @@ def test_what_cannot_be_opened_is_said_and_goes_through_the_host(found: dict[str
     assert run["host bytes"] > 0
     opened, closed = run["opened, closed"][0]
     assert opened == closed
+
+
+def test_what_an_engine_on_another_gpu_could_not_open_anyway_is_not_said(found: dict[str, Any]) -> None:
+    run = found["mapped, another GPU"]
+    went_well(run, BY_PLAN)
+    assert run["reasons"] == [""] * PUSHES
+    assert run["host bytes"] > 0
+
+
+def test_a_refused_plan_leaves_nothing_open(found: dict[str, Any]) -> None:
+    run = found["refused"]
+    went_well(run, [1] * PUSHES)
+    assert "a would be written twice" in run["notes"][0]
+    assert run["opened, closed"] == [[2, 2]] * PUSHES
+
+
+def test_tensors_that_are_lost_go_through_the_host(found: dict[str, Any]) -> None:
+    """CUDA no longer says where the trainer's tensors lie. Engines close what they had open."""
+    run = found["lost"]
+    went_well(run, ANEW)
+    assert "cuMemGetAddressRange" in run["reasons"][3]
+    assert run["opened, closed"] == [[2, 0]] * 3 + [[2, 2]] * 3
+    assert run["host bytes"] > 0
 
 
 @pytest.mark.parametrize("case", ["made anew", "made anew in its place"])
