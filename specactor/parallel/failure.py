@@ -97,6 +97,11 @@ def launcher_store(address: str, port: int) -> Store | None:
     return store
 
 
+def _is_launcher(pid: int) -> bool:
+    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"torchrun" in command or b"torch.distributed.run" in command
+
+
 class Failures:
     def __init__(self, rank: int, store: Store | None) -> None:
         self.rank = rank
@@ -153,8 +158,7 @@ class Failures:
         self.report(f"{what} {RESUME}", asks=self.rank == 0)
         if self.rank != 0:  # torchrun waits for an answer of its store for as long as TCP does: a quarter of an hour
             with suppress(OSError):
-                command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-                if b"torchrun" in command or b"torch.distributed.run" in command:
+                if _is_launcher(os.getppid()):
                     os.kill(os.getppid(), signal.SIGKILL)
         os._exit(1)
 

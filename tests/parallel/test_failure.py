@@ -219,17 +219,19 @@ def test_of_three_hosts_one_says_that_another_is_lost(
     assert len(said) == (not heard)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "launched"), [(0, True), (1, True), (1, False)])
 def test_a_launcher_whose_store_is_on_a_lost_host_is_ended(
-    rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    rank: int, launched: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would wait for an answer; that of rank 0 has its store itself."""
     ended: list[tuple[int, int]] = []
     monkeypatch.setattr(failure.os, "kill", lambda *of: ended.append(of))
     monkeypatch.setattr(failure.os, "_exit", lambda code: None)
+    if launched:  # else the parent is whatever started the tests
+        monkeypatch.setattr(failure, "_is_launcher", lambda pid: pid == os.getppid())
     failure.Failures(rank, Tickets()).on_silent("n1 has not answered.")
     assert capsys.readouterr().err == f"specactor: rank {rank}: n1 has not answered. {failure.RESUME}\n"
-    assert ended == ([(os.getppid(), signal.SIGKILL)] if rank else [])
+    assert ended == ([(os.getppid(), signal.SIGKILL)] if rank and launched else [])
 
 
 def test_over_hosts_the_launchers_store_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

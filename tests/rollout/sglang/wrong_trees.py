@@ -43,10 +43,10 @@ def _with_room(self: Speculator, *arguments: Any, max_branches: int) -> Decision
     return _decide(self, *arguments, max_branches=max_branches)
 
 
-def _all_in_trees(self: DrafterSet, sequences: Any, windows: list[int]) -> Decision:
+def _all_in_trees(self: DrafterSet, sequences: Any, windows: list[int], *, turn: int = 0) -> Decision:
     """With a fixed window, a tree of what all have drafted that draft first."""
     if self.config.window is None or not any(windows):
-        return _fixed(self, sequences, windows)
+        return _fixed(self, sequences, windows, turn=turn)
     drafts = self.first(sequences, windows)
     return together(drafts, depth=max(windows), max_tokens=self.config.max_window, max_branches=_room[0])
 
@@ -100,9 +100,9 @@ def turns() -> Rehearsed:
     """Every second round the draft model drafts in place of the others, two tokens."""
     rounds = iter(range(10**6))
 
-    def fixed(right: Function, self: DrafterSet, sequences: Any, windows: list[int]) -> Decision:
+    def fixed(right: Function, self: DrafterSet, sequences: Any, windows: list[int], *, turn: int = 0) -> Decision:
         if next(rounds) % 2 == 0 or not any(windows):
-            return right(self, sequences, windows)
+            return right(self, sequences, windows, turn=turn)
         windows = [min(window, 2) for window in windows]
         nothing: list[list[int]] = [[] for _ in windows]
         return Decision(drafter="model", windows=windows, depth=max(windows), drafts=nothing, to_draft=windows)
