@@ -32,6 +32,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What another process on the GPU needs to read a memory whose tensors lie on it."""
+
     uuid: str
     handles: tuple[bytes, ...]  # of allocations
     parts: tuple[Part, ...]
@@ -67,6 +69,7 @@ class Cuda:
         return number.value
 
     def handle(self, base: int) -> bytes:
+        """Return what opens the allocation at `base` in another process."""
         handle = _Handle()
         self._do("cudaIpcGetMemHandle", EXPANDABLE, ctypes.byref(handle), ctypes.c_void_p(base), otherwise=NO_IPC)
         return bytes(handle)
@@ -133,13 +136,13 @@ class _Memory:
 
 @cache
 def cuda() -> Cuda:
-    """Raises OSError without CUDA."""
+    """Return the CUDA of this process. Raises OSError without one."""
     major = (torch.version.cuda or "").partition(".")[0]
     return Cuda(ctypes.CDLL(f"libcudart.so.{major}"), ctypes.CDLL("libcuda.so.1"))
 
 
 def uuid_of(device: int) -> str:
-    """Raises WeightSyncError."""
+    """Return the UUID of a GPU by its number here. Raises WeightSyncError."""
     try:
         return gpu_uuid(device)
     except (RuntimeError, AssertionError) as error:  # the latter of a number that PyTorch does not know
@@ -169,6 +172,8 @@ def exported(device: int, where: Places) -> GpuMemory:
 
 
 class OpenedMemory:
+    """A memory of another process, found by byte in the allocations that are open here."""
+
     def __init__(self, parts: Sequence[Part], allocations: Sequence[Tensor]) -> None:
         self._parts, self._allocations = parts, allocations
         self._starts = [part.at for part in parts]
@@ -180,7 +185,7 @@ class OpenedMemory:
 
 
 class Allocations:
-    """Those of other processes that are open here."""
+    """Allocations of other processes that are open here."""
 
     def __init__(self) -> None:
         self._opened: dict[bytes, tuple[int, int]] = {}  # by handle: pointer, number of the GPU
@@ -198,7 +203,7 @@ class Allocations:
             raise
 
     def close(self) -> None:
-        """Raises OSError or WeightSyncError."""
+        """Close all. Raises OSError or WeightSyncError."""
         _close(self._opened, [])
 
     def _memory(self, memory: GpuMemory, device: int) -> OpenedMemory:
@@ -221,7 +226,7 @@ class Allocations:
 
 
 def _close(opened: dict[bytes, tuple[int, int]], needed: Sequence[bytes]) -> None:
-    """Raises the first error in the end; what did not close is still there."""
+    """Close all but the needed ones. Raises the first error in the end; what did not close is still there."""
     first: OSError | WeightSyncError | None = None
     for handle in opened.keys() - set(needed):
         try:
