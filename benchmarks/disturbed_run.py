@@ -150,7 +150,7 @@ class Job:
         """Kill whatever is left of the run: for runs that failed their test."""
         self._list()
         for process in self.belongings.processes:
-            if process.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended meanwhile
                 process.kill()
         self.launcher.wait(10)
 

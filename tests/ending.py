@@ -1,4 +1,4 @@
-"""Ending what a test has started."""
+"""Ending what a test has started, and seeing that it has ended."""
 
 from __future__ import annotations
 
@@ -22,3 +22,11 @@ def end_tree(pid: int) -> None:
     for each in [*parent.children(recursive=True), parent]:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
+
+
+def still_runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; one that ends while it is looked at has."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -19,6 +19,7 @@ from benchmarks.disturbed_run import SHORT, compared
 from benchmarks.virtual_hosts import VirtualHosts, environment, why_not
 from specactor.metrics import Value
 from specactor.run_folder import RunFolder
+from tests.ending import still_runs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TRACKING = ("--tracking.wandb", "off", "--tracking.record", "full")
@@ -116,7 +117,7 @@ class ClusterJob:
         left, deadline = ["all"], time.monotonic() + LEFT_S
         while left and time.monotonic() < deadline:
             time.sleep(0.1)
-            left = [str(each) for each in before if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+            left = [str(each) for each in before if still_runs(each)]
             left += [str(file) for file in files if file.exists()]
         assert not left, (left, self.output())
         return f"rank {rank} (process {status.rank_pids[rank]})"

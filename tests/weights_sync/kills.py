@@ -23,6 +23,7 @@ from specactor.parallel.collective import Collective
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, PLAN, PULL
 from specactor.weights_sync.sender import WeightSender
+from tests.ending import still_runs
 
 if TYPE_CHECKING:
     from tests.weights_sync.sync_script import Bench
@@ -177,7 +178,7 @@ def remaining(processes: list[psutil.Process], files: set[str]) -> list[str]:
     """What of a killed engine's is still there after a while."""
     deadline = time.monotonic() + GONE_S
     while True:
-        left = [str(p) for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        left = [str(p) for p in processes if still_runs(p)]
         left += [file for file in files if Path(file).exists()]
         if not left or time.monotonic() > deadline:
             return left
