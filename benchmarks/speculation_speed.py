@@ -22,12 +22,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import cast
 
 import msgspec
 
+from benchmarks import earlier_code
 from benchmarks import speculation_speed_host as host
 from benchmarks import speculation_speed_models as grown
-from benchmarks.results import publish
+from benchmarks.results import markdown, publish, write_rows
 from benchmarks.speculation_speed_models import Shape
 from benchmarks.speculation_speed_table import Cell, result
 from benchmarks.trained_models import Models, cached, head, task_models, task_recipe
@@ -250,6 +252,24 @@ def contestants(models: Models, batch: int, folder: Path, names: Sequence[str]) 
         yield made
 
 
+@contextmanager
+def earlier(
+    checkout: Path | None, models: Models, batch: int, folder: Path, names: Sequence[str], *, processor_time: bool
+) -> Iterator[list[Contestant]]:
+    """The namesakes of present contestants at an earlier commit; none without a checkout of it."""
+    if checkout is None:
+        yield []
+        return
+    own = [name for name in earlier_code.NAMES if name in (PLAIN, *names)]
+    with earlier_code.earlier_ways(checkout, models, batch, folder, own, processor_time=processor_time) as ways:
+        yield [
+            Contestant(
+                name=earlier_code.EARLIER + way.name, engine=cast("Engine", way), clock=lambda _, way=way: way.played_s
+            )
+            for way in ways
+        ]
+
+
 def contest(players: Sequence[Contestant], todo: Sequence[Work], model: str) -> list[Cell]:
     """All work by all contestants, in turns; the first contestant is plain SGLang."""
     expected = reference(players[0].engine, todo)
@@ -315,6 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--processor-time", action="store_true", help="of the scheduler, not of the clock: for a machine that is busy"
     )
+    parser.add_argument("--old", type=Path, metavar="FOLDER", help="a checkout of an earlier commit, which plays, too")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that engines are stopped
     load = os.getloadavg()[0]
@@ -322,17 +343,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured: list[Cell] = []
     for model, (batches, repetitions) in plan.items():
         batches, repetitions = options.batches or batches, options.repetitions or repetitions
-        models = models_of(model)
+        models, batch = models_of(model), max(*batches, GROUP_SIZE)
         todo = works(models, "A" if model == "A" else "B", batches, repetitions)
+        names, processor_time = options.contestants, options.processor_time
         with (
             tempfile.TemporaryDirectory(prefix="speculation-speed-") as temporary,
-            contestants(models, max(*batches, GROUP_SIZE), Path(temporary), options.contestants) as players,
+            contestants(models, batch, folder := Path(temporary), names) as players,
+            earlier(options.old, models, batch, folder / "old", names, processor_time=processor_time) as before,
         ):
-            for player in players if options.processor_time else ():
+            for player in players if processor_time else ():
                 player.clock = processor_s
-            measured += contest(players, todo, model)
-        clock = "processor time" if options.processor_time else "the clock"
-        publish("speculation_speed", result(measured, load, clock))  # after each model: a run may be ended
+            measured += contest([*players, *before], todo, model)
+        clock = "processor time" if processor_time else "the clock"
+        present = [cell for cell in measured if not cell.name.startswith(earlier_code.EARLIER)]
+        publish("speculation_speed", result(present, load, clock))  # after each model: a run may be ended
+        if options.old:
+            columns, rows = earlier_code.table(measured)
+            write_rows("speculation_speed_earlier", columns, rows)
+            print("\nEarlier code\n", markdown(columns, rows), earlier_code.verdict(measured), sep="\n", flush=True)
 
 
 if __name__ == "__main__":
