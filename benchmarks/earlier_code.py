@@ -67,6 +67,7 @@ def earlier_ways(
         imported = Path(_line(process).decode().strip())
         if not imported.is_relative_to(checkout.resolve()):
             raise SystemExit(f"--old: got {checkout}, but its process has imported {imported}")
+        _line(process)  # its engines are ready
         yield [EarlierWay(name, process) for name in names]
     finally:
         assert process.stdin is not None

@@ -39,10 +39,11 @@ def main() -> None:
     target, draft, batch, folder, clock, *names = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what is printed must not stand between answers
+    answers.write(f"{specactor.__file__}\n".encode())
     models = Models(target=Path(target), draft=Path(draft))
     with speed.contestants(models, int(batch), Path(folder), names) as players:
         ways = {player.name: player for player in players}
-        answers.write(f"{specactor.__file__}\n".encode())
+        answers.write(b"ready\n")
         last = ""
         for line in sys.stdin.buffer:
             order = msgspec.json.decode(line, type=Order)
