@@ -36,6 +36,9 @@ class EarlierWay:
         self.played_s = 0.0
         self._process = process
 
+    def clock(self, engine: object) -> float:
+        return self.played_s
+
     def generate(self, requests: Sequence[RolloutRequest], timeout_s: float) -> list[Emitted]:
         order = Order(way=self.name, requests=list(requests), timeout_s=timeout_s)
         assert self._process.stdin is not None

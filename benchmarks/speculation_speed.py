@@ -263,9 +263,7 @@ def earlier(
     own = [name for name in earlier_code.NAMES if name in (PLAIN, *names)]
     with earlier_code.earlier_ways(checkout, models, batch, folder, own, processor_time=processor_time) as ways:
         yield [
-            Contestant(
-                name=earlier_code.EARLIER + way.name, engine=cast("Engine", way), clock=lambda _, way=way: way.played_s
-            )
+            Contestant(name=earlier_code.EARLIER + way.name, engine=cast("Engine", way), clock=way.clock)
             for way in ways
         ]
 
