@@ -119,7 +119,7 @@ def verdict(cells: Sequence[Cell]) -> str:
     parts = []
     for name, by_place in ratios(cells).items():
         worse = [f"{' '.join(map(str, p))}: {shown(of)}" for p, of in by_place.items() if below(of, FLOOR)]
-        slower = "slower" if below(means(by_place), 1.0) else "not slower"
+        slower = "slower" if below(means(by_place), 1.0) else "not shown to be slower"
         cells_worse = f"{len(worse)} of {len(by_place)} cells under {FLOOR}" + (
             f" ({'; '.join(worse)})" if worse else ""
         )
