@@ -15,8 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import weights_sync_checks
 from benchmarks.recipes import HUNDRED_MILLION
-from benchmarks.results import Result, markdown, publish, spread, stored
+from benchmarks.results import RESULTS, Result, markdown, publish, spread, stored, write_rows
 from specactor.data.tiny_model import make_tiny_model
 from specactor.planning.model_shapes import SHAPES
 from specactor.planning.rooflines import DEVICES
@@ -34,6 +35,7 @@ LAYOUTS = {
 PREDICTED = (("Qwen3-30B-A3B", 4), ("Qwen3-235B-A22B", 8))
 """Models, with the tensor parallelism of their engines in the recipes' way."""
 SLACK = 1.05  # of the model: the most that a host may receive (see two_hosts)
+PCIE_BYTES_PER_S = 50e9  # of 63, generation 5 with 16 lanes; assumed, as in docs/gpu.md
 LINKS = {"10 Gbit/s": 10e9 / 8, "400 Gbit/s": 400e9 / 8}
 COLUMNS = (
     "Trainer",
@@ -152,26 +154,42 @@ def predicted(rows: Sequence[Sequence[str]]) -> str:
     for name, engine_tensor in PREDICTED:
         whole = SHAPES[name].weights_bytes
         own = whole / engine_tensor
-        ways = (own / memcpy, own * 2 / h100.memory_bytes_per_s, own / h100.link_bytes_per_s)
+        ways = (own / memcpy, own * 2 / h100.memory_bytes_per_s)
         cells = [f"{least / max(shares):.2g}-{least / min(shares):.2g}" for least in ways]
+        cells.append(f"{2 * own / PCIE_BYTES_PER_S:.2g}")
         links = [f"{SLACK * whole / rate:.1f}" for rate in LINKS.values()]
         lines.append([name, f"{whole / 1e9:.0f}", str(engine_tensor), f"{own / 1e9:.1f}", *cells, *links])
-    columns = ("Model", "GB", "engine TP", "GB per engine rank", "this memory s", "own H100 s", "NVLink s")
+    columns = ("Model", "GB", "engine TP", "GB per engine rank", "this memory s", "own H100 s", "host memory s")
     return (
         "What follows for larger models in bfloat16, from parts: an engine rank copies the bytes that it holds, at the "
         f"share of a plain copy that was measured here ({min(shares):.0%}-{max(shares):.0%}). `this memory`: of this "
         "machine, for one rank. "
-        "`own H100`: all of it lies on the rank's own device, and each byte is read and written; `NVLink`: none of it. "
-        f"A host receives at most {SLACK} of the model over its link, whatever its engines. None of it was measured: "
-        "on GPUs pushes go through locked host memory so far, and digests there are not counted.\n\n"
+        "`own H100`: all of it lies on the rank's own device, and each byte is read and written; `host memory`: none "
+        f"of it, and each byte crosses PCIe once to the host and once back, at {PCIE_BYTES_PER_S / 1e9:g} GB/s. "
+        f"A host receives at most {SLACK} of the model over its link, whatever its engines. None of it was measured, "
+        "and digests on GPUs are not counted.\n\n"
         + markdown([*columns, *(f"host link {link} s" for link in LINKS)], lines)
     )
 
 
+def checked(rows: Sequence[Sequence[str]]) -> str:
+    """What each check costs: a table."""
+    return (
+        "Each check by itself, of as many bytes, on one core; [as CSV](weights_sync_checks.csv). Measured: "
+        f"{rows[0][-1]}.\n\n" + markdown(weights_sync_checks.COLUMNS[:-1], [row[:-1] for row in rows])
+    )
+
+
 def main() -> None:
-    """Measure and write the page; `--stored` writes it again from the rows that are there."""
-    is_stored = "--stored" in sys.argv
+    """Measure and write the page; `--stored` writes it again from the rows that are there, `--checks` measures what
+    checks cost besides."""
+    is_stored = "--stored" in sys.argv or "--checks" in sys.argv
     rows = [tuple(of.values()) for of in stored("weights_sync")] if is_stored else measured()
+    if "--stored" in sys.argv:
+        checks = [tuple(of.values()) for of in stored("weights_sync_checks")]
+    else:
+        checks = weights_sync_checks.measured()
+        write_rows("weights_sync_checks", weights_sync_checks.COLUMNS, checks)
     publish(
         "weights_sync",
         Result(
@@ -181,9 +199,12 @@ def main() -> None:
             columns=COLUMNS,
             rows=rows,
             summary=(SHOWN, [[of[COLUMNS.index(name)] for name in SHOWN] for of in rows]),
+            source=(RESULTS / "weights_sync.md").read_text().splitlines()[-1] if is_stored else "",
             notes=(
                 "The trainer reads the bytes once, to digest them; the engine copies them in pieces of 1 MiB, and "
                 "digests each piece where it has arrived, while it is in the cache. memcpy only copies.\n\n"
+                + checked(checks)
+                + "\n\n"
                 + predicted(rows)
             ),
         ),

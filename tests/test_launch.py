@@ -209,9 +209,12 @@ def test_the_slurm_script_starts_every_node(tmp_path: Path) -> None:
     assert run_script("slurm.sh", tmp_path, "qwen3_8b").returncode != 0
 
 
+JOBSET = json.loads((Path(__file__).parent / "lib" / "jobset.schema.json").read_text())
+
+
 def manifest() -> dict[str, Any]:
     made: dict[str, Any] = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
-    jsonschema.validate(made, json.loads((Path(__file__).parent / "lib" / "jobset.schema.json").read_text()))
+    jsonschema.validate(made, JOBSET)
     return made
 
 
@@ -239,6 +242,22 @@ def disagreements(made: dict[str, Any]) -> list[str]:
 
 def test_the_manifest_for_kubernetes_is_a_jobset() -> None:
     assert disagreements(manifest()) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda spec: spec["failurePolicy"].update(maxRestart=3), "'maxRestart' was unexpected"),
+        (lambda spec: spec["failurePolicy"].update(restartStrategy="Always"), "'Always' is not one of"),
+        (lambda spec: spec["replicatedJobs"][0].update(replicas="1"), "'1' is not of type 'integer'"),
+        (lambda spec: spec.pop("replicatedJobs"), "'replicatedJobs' is a required property"),
+    ],
+)
+def test_a_manifest_that_is_no_jobset_is_refused(damage: Callable[[dict[str, Any]], object], said: str) -> None:
+    made = manifest()
+    damage(made["spec"])
+    with pytest.raises(jsonschema.ValidationError, match=said):
+        jsonschema.validate(made, JOBSET)
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def _engine_cause(a: StepRecord, b: StepRecord, differing: Pairs, total: int) ->
     if told := _libraries(a, b):
         return f"library version: {told[0]}"
     if a.engines == b.engines and a.engines > 1:
-        engines = {x.group % a.engines for x, _ in differing}
+        engines = {x.group % a.engines for x, _ in differing}  # but for groups that moved to another
         if len(engines) == 1:
             return f"weights or arithmetic of engine {engines.pop()}"
     return "weights or arithmetic of engines" if len(differing) >= MOST * total else SOME

@@ -106,7 +106,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     weights: tuple[RankWeights, ...] = ()  # after the step, by rank
     config: dict[str, Any] = {}
     libraries: dict[str, str] = {}  # name -> version of what computes
-    engines: int = 1  # engine i generates the groups g with g % engines == i
+    engines: int = 1  # group g is meant for engine g % engines; while it waits, another with room may take it
     data: int = 0  # digest of where the data stream stands after the step, and of groups that go on; 0: not known
 
 

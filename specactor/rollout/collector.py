@@ -28,7 +28,7 @@ from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.grading import Grading
 from specactor.rollout.pool import EnginePool, RolloutOutcome
 from specactor.rollout.refill import Refill, Verdicts
-from specactor.rollout.requests import group_requests, held_out_requests
+from specactor.rollout.requests import by_id, group_requests, held_out_requests
 from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
 from specactor.rollout.waiting import Waiting, held_back
 from specactor.trace import Span
@@ -314,11 +314,12 @@ class RolloutCollector:
         self._groups_moved += waiting.num_moved
         with self.progress.phase(phases[1]):
             finished = self.collective.together("reward", lambda: list(map(self.grading.scored, finished)))
-        by_id = {t.request_id: t for t in samples.told([*map(samples.packed, finished)], self.collective)}
-        _check_ends(by_id.values())
+        # a second one is of a group that two ranks took
+        responses = by_id(samples.told([*map(samples.packed, finished)], self.collective))
+        _check_ends(responses.values())
         if enough is None:
-            return by_id, {}
-        return by_id, {r.request_id: r for r in chain(*self.collective.gather(stopped, list[RolloutRequest]))}
+            return responses, {}
+        return responses, {r.request_id: r for r in chain(*self.collective.gather(stopped, list[RolloutRequest]))}
 
     def _held_back(self, requests: Sequence[RolloutRequest]) -> Waiting:
         slots, prefix = self.config.rollout.engine.max_running_requests, f"waiting/{self._num_rollouts}"

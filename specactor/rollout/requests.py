@@ -108,6 +108,16 @@ def assign(requests: Sequence[RolloutRequest], num_engines: int) -> list[list[Ro
     return parts
 
 
+def by_id(responses: Iterable[Trajectory]) -> dict[str, Trajectory]:
+    """Return responses by request. Raises EngineError for a second one."""
+    found: dict[str, Trajectory] = {}
+    for response in responses:
+        if response.request_id in found:
+            raise EngineError(f"a second response to request {response.request_id!r}")
+        found[response.request_id] = response
+    return found
+
+
 def merge(
     requests: Sequence[RolloutRequest], delivered: Iterable[Trajectory]
 ) -> tuple[list[Trajectory], list[RolloutRequest]]:
@@ -116,11 +126,9 @@ def merge(
     wanted = {request.request_id for request in requests}
     if len(wanted) != len(requests):
         raise EngineError("request_id: used twice in one rollout. Ids must be unique within a call.")
-    by_id: dict[str, Trajectory] = {}
-    for trajectory in delivered:
-        if trajectory.request_id not in wanted or trajectory.request_id in by_id:
-            kind = "a second response to" if trajectory.request_id in by_id else "a response to unknown"
-            raise EngineError(f"{kind} request {trajectory.request_id!r}")
-        by_id[trajectory.request_id] = trajectory
-    finished = [by_id[r.request_id] for r in requests if r.request_id in by_id]
-    return finished, [r for r in requests if r.request_id not in by_id]
+    came = by_id(delivered)
+    for name in came:
+        if name not in wanted:
+            raise EngineError(f"a response to unknown request {name!r}")
+    finished = [came[r.request_id] for r in requests if r.request_id in came]
+    return finished, [r for r in requests if r.request_id not in came]

@@ -4,7 +4,8 @@ In rounds each parameter is handed over once, and only tensor-parallel shards ar
 gathered: on every host one rank hands over each shard.
 
 Invariant: parameters that engines read on a GPU never move during a run. CUDA leaves undefined what comes of memory
-that is freed while others have it open. Should they move, the next push notices, goes by buckets, and engines close it.
+that is freed while others have it open. Should they move, the next push notices and goes by buckets, with the first of
+which engines close it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from specactor.trainer.model import Policy
 from specactor.weights_sync import plan
 from specactor.weights_sync.buckets import Part, Spread, aligned, rounds
-from specactor.weights_sync.memory import SharedBuffer, SharedCopy, room_bytes
+from specactor.weights_sync.memory import SharedBuffer, SharedCopy
 from specactor.weights_sync.messages import Holding
 
 
@@ -88,7 +89,7 @@ class RankShards:
 
     def held(self, capacity_bytes: int) -> Holding | None:
         """Return where this host's engines find this rank's part: the same object until a tensor moves. None where
-        copies would take more than `capacity_bytes`, on a GPU more than the host has free."""
+        copies of a CPU's tensors would take more than `capacity_bytes`."""
         pointers = [tensor.data_ptr() for _, tensor in self._parameters if tensor.device.type == "cpu"]
         moved = self._copied is not None and self._copied.moved()
         if pointers != self._pointers or self._holding is None or moved:
@@ -102,9 +103,9 @@ class RankShards:
         mine = [(*pair, self._place(pair[1])) for pair in self._parameters_of_own()]
         others = [tensor for _, tensor, place in mine if place is None]
         devices = {tensor.device.type for _, tensor in self._parameters}
-        if devices - {"cpu"}:
-            capacity_bytes = room_bytes(self.hosts.count(self.hosts[dist.get_rank()]))
-        if len(devices) > 1 or sum(aligned(tensor.nbytes) for tensor in others) > capacity_bytes:
+        # Of a GPU's tensors the plan, which knows what engines read of them, counts the copies (`JobPlan.learn`).
+        copied = others if devices == {"cpu"} else []
+        if len(devices) > 1 or sum(aligned(tensor.nbytes) for tensor in copied) > capacity_bytes:
             return None
         given = {name for name, _, _ in mine}
         equal = [pair for pair in self._parameters if devices - {"cpu"} and pair[0] not in given]

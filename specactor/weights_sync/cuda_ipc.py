@@ -1,7 +1,7 @@
 """Memory of a GPU that another process on the same GPU reads.
 
-CUDA's handle is of an allocation, of which PyTorch's tensors are parts. A process opens it once, and keeps it until no
-plan needs it. GPUs are named by UUID.
+CUDA's handle is of an allocation, of which PyTorch's tensors are parts. A process opens it once for a plan, and closes
+it with that. GPUs are named by UUID.
 """
 
 from __future__ import annotations
@@ -189,13 +189,13 @@ class Allocations:
 
     def __init__(self) -> None:
         self._opened: dict[bytes, tuple[int, int]] = {}  # by handle: pointer, number of the GPU
-        self._closed = weakref.finalize(self, _close, self._opened, [])
+        self._closed = weakref.finalize(self, _close, self._opened)
 
     def open(self, memories: Mapping[int, GpuMemory], device: int) -> dict[int, OpenedMemory]:
-        """Open what memories need, each once, and close the rest. Raises OSError or WeightSyncError; then nothing is
-        open that can be closed."""
+        """Close what is open, and open what memories need. Raises OSError or WeightSyncError; then nothing is open that
+        can be closed."""
         try:
-            _close(self._opened, [handle for memory in memories.values() for handle in memory.handles])
+            self.close()
             return {number: self._memory(memory, device) for number, memory in memories.items()}
         except (OSError, WeightSyncError):
             with suppress(OSError, WeightSyncError):  # what came first is said
@@ -204,7 +204,7 @@ class Allocations:
 
     def close(self) -> None:
         """Close all. Raises OSError or WeightSyncError."""
-        _close(self._opened, [])
+        _close(self._opened)
 
     def _memory(self, memory: GpuMemory, device: int) -> OpenedMemory:
         ends = [0] * len(memory.handles)
@@ -212,9 +212,8 @@ class Allocations:
             ends[part.allocation] = max(ends[part.allocation], part.offset + part.num_bytes)
         tensors = []
         for handle, end in zip(memory.handles, ends, strict=True):
-            if handle not in self._opened:
-                self._opened[handle] = cuda().open(handle, device), device
-            pointer, _ = self._opened[handle]
+            pointer = cuda().open(handle, device)
+            self._opened[handle] = pointer, device
             base, size = cuda().allocation(pointer)
             if base != pointer or size < end:
                 raise WeightSyncError(
@@ -225,10 +224,10 @@ class Allocations:
         return OpenedMemory(memory.parts, tensors)
 
 
-def _close(opened: dict[bytes, tuple[int, int]], needed: Sequence[bytes]) -> None:
-    """Close all but the needed ones. Raises the first error in the end; what did not close is still there."""
+def _close(opened: dict[bytes, tuple[int, int]]) -> None:
+    """Close all. Raises the first error in the end; what did not close is still there."""
     first: OSError | WeightSyncError | None = None
-    for handle in opened.keys() - set(needed):
+    for handle in [*opened]:
         try:
             cuda().close(*opened[handle])
             del opened[handle]

@@ -44,22 +44,31 @@ class SharedBuffer:
         self._map = mmap.mmap(self._fd, num_bytes)
         self._num_bytes = num_bytes
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)  # uint8, [num_bytes]
-        self._locked = False
+        self._locked: list[Tensor] = []
+        self._pieces: list[tuple[int, int]] = []
         if locked:
-            self.lock()
+            self.lock([(0, num_bytes)])
 
-    def lock(self) -> None:
-        if not self._locked:
-            register(self.data)
-        self._locked = True
+    def lock(self, parts: Iterable[tuple[int, int]]) -> None:
+        """Lock the pages of these parts, (first byte, end), and no others. Raises WeightSyncError; then none is
+        locked."""
+        wanted = _pieces(parts, self._num_bytes)
+        if wanted != self._pieces:
+            self._unlock()
+            self._locked = lock(self.data, wanted)
+            self._pieces = wanted
+
+    def _unlock(self) -> None:
+        for part in self._locked:
+            unregister(part)
+        self._locked, self._pieces = [], []
 
     def address(self) -> Address:
         return Address(pid=os.getpid(), fd=self._fd, inode=os.fstat(self._fd).st_ino, num_bytes=self._num_bytes)
 
     def close(self) -> None:
         """Give the memory back; readers that still map it keep their view."""
-        if self._locked:
-            unregister(self.data)
+        self._unlock()
         self.data = torch.empty(0, dtype=torch.uint8)
         self._closed()
         del self._map
@@ -101,6 +110,37 @@ def register(data: torch.Tensor) -> None:
             )
 
 
+LOCKED_BYTES = 2 * 2**20
+"""Pages are locked in pieces of so many bytes: each is a call, and none may share a page with another."""
+
+
+def _pieces(parts: Iterable[tuple[int, int]], num_bytes: int) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    size = LOCKED_BYTES
+    for start, end in sorted((start // size * size, -(-end // size) * size) for start, end in parts):
+        joins = found and start <= found[-1][1]
+        first, last = found.pop() if joins else (start, end)
+        found.append((first, max(last, end)))
+    return [(start, min(end, num_bytes)) for start, end in found]
+
+
+def lock(data: torch.Tensor, parts: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
+    """Lock the pages of these parts of uint8 [N], (first byte, end), for this process's GPU.
+
+    Returns what to `unregister` in the end. Raises WeightSyncError; then none is locked.
+    """
+    locked: list[torch.Tensor] = []
+    try:
+        for start, end in _pieces(parts, data.numel()):
+            register(data[start:end])
+            locked.append(data[start:end])
+    except WeightSyncError:
+        for part in locked:
+            unregister(part)
+        raise
+    return locked
+
+
 def unregister(data: torch.Tensor) -> None:
     if torch.cuda.is_available() and data.numel():
         torch.cuda.cudart().cudaHostUnregister(data.data_ptr())  # type: ignore[no-untyped-call]
@@ -119,6 +159,7 @@ class SharedCopy:
         self._tensors = [*tensors, *gpu_only]
         self._on_gpu = any(tensor.device.type != "cpu" for tensor in self._tensors)
         self._copied: Sequence[int] = range(0) if self._on_gpu else range(len(tensors))
+        self._made: set[int] = set()  # whose copies have their memory
         self.starts = list(accumulate((aligned(tensor.nbytes) for tensor in self._tensors), initial=0))
         self.buffer = SharedBuffer(max(1, self.starts[len(tensors)]), locked=False)
         self.gpu: GpuMemory | None = None
@@ -146,10 +187,14 @@ class SharedCopy:
         """Copy from now on only what these are of."""
         self._copied = sorted({self._number(span) for span in spans})
 
+    def lacking_bytes(self) -> int:
+        """Return how much more host memory the copies will take."""
+        return sum(aligned(self._tensors[number].nbytes) for number in set(self._copied) - self._made)
+
     def refresh(self) -> None:
         """Copy the tensors as they are now, and wait."""
-        if self._copied:
-            self.buffer.lock()
+        self.buffer.lock((self.starts[n], self.starts[n] + self._tensors[n].nbytes) for n in self._copied)
+        self._made |= set(self._copied)
         for number in self._copied:
             raw = _raw(self._tensors[number])
             self.buffer.data[self.starts[number] :][: raw.numel()].copy_(raw, non_blocking=True)

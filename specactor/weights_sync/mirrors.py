@@ -66,13 +66,21 @@ class Mirrors:
         """Have room for all crossings, at most `most_bytes` on this rank: what is not there is missed only when
         written. Return why a rank has none, by rank. Collective."""
         self.addresses, problem, lacking = {}, "", self.lacking(crossings)
+        taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for crossing in crossings:
+            if crossing.taker == self._collective.rank:
+                taken[crossing.memory].append((crossing.start, crossing.end))
         try:
-            if (needed := sum(lacking.values())) > most_bytes:
+            # only what crosses is written: pages between are never made
+            needed = sum(end - start for memory in lacking for start, end in taken[memory])
+            if needed > most_bytes:
                 raise WeightSyncError(f"{needed} bytes are needed, and a rank may take {most_bytes}")
             for memory, end in lacking.items():
                 if memory in self._buffers:
                     self._buffers.pop(memory).close()
-                self._buffers[memory] = SharedBuffer(end)
+                self._buffers[memory] = SharedBuffer(end, locked=False)
+            for memory, parts in taken.items():
+                self._buffers[memory].lock(parts)
         except (OSError, WeightSyncError) as error:  # the other ranks wait for this one
             problem = f"no memory for what comes from other hosts: {error}"
         mine = {memory: buffer.address() for memory, buffer in self._buffers.items()}

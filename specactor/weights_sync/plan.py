@@ -36,6 +36,12 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     length: int
     count: int
 
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Return (first byte, end), with what lies between runs."""
+        last = self.at + (self.count - 1) * self.step
+        return min(self.at, last), max(self.at, last) + self.length
+
 
 class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A span, and where its runs go."""

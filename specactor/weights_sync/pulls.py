@@ -81,19 +81,25 @@ class JobPlan:
                 self._alike[spans][first[place]] = None
         for spans in dict.fromkeys(spans for part in told for spans, _, _ in part):
             self._order[self._owner[spans[0].memory]].append(spans)
+        problem, room = "", room_bytes(self._hosts.count(self._hosts[self._collective.rank]))
         if self._on_device is not None:
             read = [spans for part in told for spans, _, on_gpu in part if not on_gpu]
             self._on_device.read_by(s for spans in read for s in spans if s.memory in self._memories)
+            copied = self._on_device.lacking_bytes()
+            if copied > room:
+                problem = (
+                    f"no memory for copies of a GPU's tensors: {copied} bytes are needed, and a rank may take {room}"
+                )
+            room -= copied
         self._crossings = crossings([[spans for spans, _, _ in part] for part in told], self._owner, self._hosts)
         self.link_bytes = sum(crossing.end - crossing.start for crossing in self._crossings)
         if not self._crossings:
-            return ""
-        room = room_bytes(self._hosts.count(self._hosts[self._collective.rank]))
+            return problem
         problems = self._mirrors.make(self._crossings, most_bytes=room)
         far = tuple(self._mirrors.addresses.get(memory) for memory in range(len(self._owner)))
         self.holding = Holding(addresses=far, tensors=(), planned=self.key)
         self.key = _digest(self.holding)
-        return problems[self._collective.rank]
+        return problem or problems[self._collective.rank]
 
     def bring(self) -> None:
         """Bring to every host what its engines read of other hosts. Collective."""
@@ -138,6 +144,8 @@ class JobPlan:
 
     def close(self) -> None:
         self._mirrors.close()
+        if self._on_device is not None:
+            self._on_device.read_by(())
 
 
 def _difference(chunks: Sequence[Chunk], digests: Sequence[int], wanted: Mapping[Spans, int]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -23,7 +24,7 @@ from specactor.weights_sync import plan
 from specactor.weights_sync.buckets import Slot
 from specactor.weights_sync.cuda_ipc import Allocations, OpenedMemory, uuid_of
 from specactor.weights_sync.digest import Memory, copy_and_digest, digest_of
-from specactor.weights_sync.memory import Address, open_address, pull_on_device, read_only, unregister
+from specactor.weights_sync.memory import Address, lock, open_address, pull_on_device, read_only, unregister
 from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Holding, PlanReply, Pull, PullReply, Round
 from specactor.weights_sync.plan import Held
 
@@ -136,8 +137,10 @@ class _Plan:
     chunks: tuple[plan.Chunk, ...]
     sizes: dict[str, int]
     memories: list[Memory | torch.Tensor | OpenedMemory | None]
-    """On the host, locked for a GPU, or on this rank's own GPU; None where nothing is taken from."""
+    """On the host, or on this rank's own GPU; None where nothing is taken from."""
     through_host: str
+    locked: list[torch.Tensor] = field(default_factory=list)
+    """Parts of host memories, for this rank's GPU."""
 
 
 class Receiver:
@@ -159,6 +162,7 @@ class Receiver:
 
     def check(self, rank: EngineRank, payload: bytes) -> bytes:
         """Answer a `Round`: whether its bytes have the digests that they had at their source."""
+        self._forget_plan()  # where parameters moved, their old memory is free only when nobody has it open
         try:
             for bucket in msgspec.msgpack.decode(payload, type=Round).buckets:
                 for arrived in self._arrived(rank, bucket):
@@ -191,21 +195,26 @@ class Receiver:
         """Answer all ranks' `Holding`, after a whole version was loaded: how to copy the next one."""
         message = msgspec.msgpack.decode(payload, type=Holding)
         self.close()  # what was loaded out of buckets is loaded
-        opened = read_only if next(rank.model.parameters()).device.type == "cpu" else open_address
+        on_host = next(rank.model.parameters()).device.type == "cpu"
         try:
             if not message.planned:
                 self._forget_plan()
                 self._plan = self._planned(rank.model, message)
             if self._plan is None or self._plan.key != message.planned:
                 raise WeightSyncError("the engine has no plan that what other hosts send belongs to")
-            read = {block.span.memory for chunk in self._plan.chunks for block in chunk.blocks}
+            read = defaultdict[int, list[tuple[int, int]]](list)
+            for span in (block.span for chunk in self._plan.chunks for block in chunk.blocks):
+                read[span.memory].append(span.reach)
             for number, address in enumerate(message.addresses):
-                if address is not None and number in read and self._plan.memories[number] is None:
-                    self._plan.memories[number] = opened(address)
+                if address is None or number not in read or self._plan.memories[number] is not None:
+                    continue
+                if on_host:
+                    self._plan.memories[number] = read_only(address)
+                else:
+                    memory = self._plan.memories[number] = open_address(address, locked=False)
+                    self._plan.locked.extend(lock(memory, read[number]))
         except (OSError, WeightSyncError) as error:
             self._forget_plan()
-            with contextlib.suppress(OSError, WeightSyncError):  # what came first is said
-                self._on_gpu.close()
             return msgspec.msgpack.encode(PlanReply(refusal=str(error)))
         self._plan = replace(self._plan, key=digest_of(memoryview(payload)))
         if message.planned:
@@ -269,10 +278,12 @@ class Receiver:
         )
 
     def _forget_plan(self) -> None:
-        for memory in self._plan.memories if self._plan is not None else ():
-            if isinstance(memory, torch.Tensor):
-                unregister(memory)
+        """Let go of what it reads; what of a GPU does not close is tried again with the next plan."""
+        for part in self._plan.locked if self._plan is not None else ():
+            unregister(part)
         self._plan = None
+        with contextlib.suppress(OSError, WeightSyncError):
+            self._on_gpu.close()
 
     def commit(self, rank: EngineRank, payload: bytes) -> bytes:
         """Answer a `Commit`: whether the whole model is at this version. Drops the caches of the old one."""

@@ -58,6 +58,9 @@ class WeightSender:
         note, through_host, holding = "", "", push.held(source)
         try:
             if not self._pulled(push, holding):
+                if self._plan is not None:  # engines forget it with the first bucket
+                    self._plan.close()
+                self._plan = None
                 push.stream(CHECK, source)
                 push.agree("check")
                 if push.num_rounds > 2:
@@ -91,9 +94,6 @@ class WeightSender:
 
     def _make_plan(self, push: Push, holding: Holding | None, on_device: SharedCopy | None) -> str:
         """Make a plan of what the engines just loaded, and prove it on that; return why there is none. Collective."""
-        if self._plan is not None:
-            self._plan.close()
-        self._plan = None
         none = self._collective.any(bool(push.problem) or holding is None or holding is self._refused)
         for mirrors in self._mirrors[2 if none else 0 :]:  # the plan's take as much as all of them
             mirrors.close()

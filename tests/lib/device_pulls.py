@@ -27,65 +27,24 @@ import torch
 
 from specactor.config import WeightsSyncConfig
 from specactor.errors import WeightSyncError
-from specactor.weights_sync import cuda_ipc, memory
-from specactor.weights_sync.cuda_ipc import Cuda, GpuMemory, Part
+from specactor.weights_sync import cuda_ipc, memory, pulls
 from specactor.weights_sync.memory import SharedCopy
 from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, PLAN, PULL, Holding
 from specactor.weights_sync.plan import Held, held
 from specactor.weights_sync.receiver import Receiver
 from specactor.weights_sync.sender import WeightSender
-from tests.lib.device_faults import WRONG, no_uuid, nowhere
-from tests.lib.simulated_cuda import Mode, Simulated, simulated
+from tests.lib.device_faults import WRONG, no_uuid, nowhere, spoiled, too_large
+from tests.lib.fake_cuda import VISIBLE, FakeCuda, world
+from tests.lib.simulated_cuda import Mode
 from tests.weights_sync.hosts_job import Rank
 from tests.weights_sync.test_pull_faults import Alone
 
-VISIBLE = "FAKE_CUDA_VISIBLE"
 A, B, C = (48, 64), (40, 64), (24, 64)
 """Shapes of the trainer's tensors, float32."""
 NUMBER = 1
 """Of the GPU as the trainer sees it, which is number 0 to the engine."""
 PLACES = {"a": (0, 512), "b": (0, 512 + 4 * 48 * 64), "c": (1, 0)}
 """(allocation, first byte in it)"""
-
-
-class FakeCuda(Cuda):
-    """Memory of a fake GPU is the host's."""
-
-    def __init__(self, fake: Path) -> None:
-        self.library = ctypes.CDLL(str(fake))
-        super().__init__(self.library, self.library)
-
-    @staticmethod
-    def tensor(pointer: int, num_bytes: int, device: int) -> torch.Tensor:
-        inner = torch.frombuffer((ctypes.c_char * num_bytes).from_address(pointer), dtype=torch.uint8)
-        return Simulated(inner, torch.device("cuda", device))
-
-    def allocate(self, num_bytes: int, call: str, device: int) -> int:
-        pointer = ctypes.c_void_p()
-        assert self.library.cudaSetDevice(device) == 0
-        assert getattr(self.library, call)(ctypes.byref(pointer), ctypes.c_size_t(num_bytes)) == 0
-        return pointer.value or 0
-
-    def counts(self) -> list[int]:
-        """(handles given, opened, closed, an error that nobody asked for)"""
-        counts = (ctypes.c_int * 4)()
-        self.library.fake_counts(counts)
-        return list(counts)
-
-
-def uuid(number: int) -> str:
-    return f"GPU-{os.environ[VISIBLE].split(',')[number]}"
-
-
-def world(library: Path, fake: Path, stack: ExitStack) -> FakeCuda:
-    made = FakeCuda(fake)
-    for owner, name, value in (
-        (cuda_ipc, "cuda", lambda: made),
-        (cuda_ipc, "gpu_uuid", uuid),
-    ):
-        stack.enter_context(patch.object(owner, name, value))
-    stack.enter_context(simulated(library))
-    return made
 
 
 class Model:
@@ -106,18 +65,37 @@ class Model:
             {"a": self.a, "b": self.bc[: B[0]], "c": self.bc[B[0] :]}[name].copy_(tensor)
 
 
+class OnlyC(Model):
+    """Of an engine that takes one of the trainer's tensors, the last."""
+
+    def __init__(self) -> None:
+        self.c = torch.zeros(C, device="cuda:0")
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return iter((self.c,))
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter({"c": self.c}.items())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "c":
+                self.c.copy_(tensor)
+
+
 class Served:
     """An engine rank; the process has one after the other."""
 
     def __init__(self, made: FakeCuda, payload: bytes = b"[]") -> None:
         """Args: payload: the GPUs that it sees, and which wrong version it is, or which fault it has."""
-        visible, wrong = msgspec.json.decode(payload) or ("", "")
+        visible, wrong, only_c = msgspec.json.decode(payload) or ("", "", False)
         os.environ[VISIBLE] = visible
         self.made, self._stack = made, ExitStack()
         if wrong in WRONG:
             self._stack.enter_context(patch.object(*WRONG[wrong]))
         nothing = {"begin_weight_update": lambda: None, "end_weight_update": lambda: None, "flush_cache": lambda: None}
-        self.rank: Any = SimpleNamespace(model=Model(), tp_rank=0, **nothing)
+        self.rank: Any = SimpleNamespace(model=OnlyC() if only_c else Model(), tp_rank=0, **nothing)
+        made.locked.clear()  # of the engine before, whose memory is gone
         self._own = Receiver()
         self._before = made.counts()
 
@@ -132,6 +110,8 @@ class Served:
             self._stack.close()
         if name == "values":
             found: Any = [tensor.cpu().flatten().tolist() for tensor in self.rank.model.parameters()]
+        elif name == "locked":
+            found = sum(self.made.locked.values())
         elif name == "ordinals":
             found = refused_ordinals(self.made, payload)
         else:
@@ -176,7 +156,7 @@ class Engine:
     def __init__(self, library: Path, fake: Path) -> None:
         command = [sys.executable, "-W", "ignore", "-m", __spec__.name, str(library), str(fake), "engine"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.killed = False
+        self.killed, self.after_check = False, list[list[int]]()
 
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         assert self._process.stdin is not None
@@ -184,15 +164,18 @@ class Engine:
         self._process.stdin.write(struct.pack("<II", len(name), len(payload)) + name.encode() + payload)
         self._process.stdin.flush()
         (length,) = struct.unpack("<I", self._process.stdout.read(4))
-        return [self._process.stdout.read(length)]
+        reply = self._process.stdout.read(length)
+        if name == CHECK:
+            self.after_check.append(self.ask("counts")[1:3])
+        return [reply]
 
     def ask(self, name: str, payload: bytes = b"") -> Any:
         return msgspec.json.decode(self.rank_call(name, payload, timeout_s=60)[0])
 
-    def begin(self, visible: str, wrong: str) -> None:
+    def begin(self, visible: str, wrong: str, *, only_c: bool = False) -> None:
         """Be a new engine."""
-        self.killed = False
-        self.ask("begin", msgspec.json.encode((visible, wrong)))
+        self.killed, self.after_check = False, []
+        self.ask("begin", msgspec.json.encode((visible, wrong, only_c)))
 
     def kill(self) -> None:
         self.killed = True
@@ -231,7 +214,7 @@ class Source:
     def expected(self) -> list[list[float]]:
         with _alone:
             a, b, c = (tensor.cpu() for tensor in self.tensors.values())
-        return [a.t().flatten().tolist(), torch.cat([b, c]).flatten().tolist()]
+        return [a.t().flatten().tolist(), torch.cat([b, c]).flatten().tolist(), c.flatten().tolist()]
 
     def make_anew(self, *, in_place: bool = False) -> None:
         """Free the first allocation, and have its tensors in another, which may begin where it began."""
@@ -285,12 +268,15 @@ def pushes(source: Source, engine: Engine, change: dict[int, Callable[[], None]]
         except WeightSyncError as error:
             found["error"] = str(error)
             break
-        found["right"].append(engine.ask("values") == source.expected())
+        values, expected = engine.ask("values"), source.expected()
+        found["right"].append(values == expected[:2] or values == expected[2:])
         found["rounds"].append(report.num_rounds)
         found["reasons"].append(report.through_host)
         found["notes"].append(report.note)
         found["opened, closed"].append(engine.ask("counts")[1:3])
     found["host bytes"] = int(source.on_device.buffer.data.ne(0).sum())
+    found["locked"] = [sum(part.numel() for part in source.on_device.buffer._locked), engine.ask("locked")]
+    found["after checks"] = engine.after_check
     found["killed"], found["errors left"] = engine.killed, source.made.counts()[3]
     sender.close()
     found["at the end"] = engine.ask("end")
@@ -310,7 +296,7 @@ def equal_ranks(made: FakeCuda, engine: Engine) -> dict[str, Any]:
             for version in range(1, 4):
                 sources[rank].set(version)
                 report = sender.push(sources[rank], [engine] * rank, version=version)  # type: ignore[list-item]
-                right = engine.ask("values") == sources[rank].expected() if rank else True
+                right = engine.ask("values") == sources[rank].expected()[:2] if rank else True
                 reports[rank].append([right, report.num_rounds, report.through_host])
         sender.close()
 
@@ -323,16 +309,6 @@ def equal_ranks(made: FakeCuda, engine: Engine) -> dict[str, Any]:
     return {"reports": reports, "host bytes": host, "at the end": engine.ask("end")}
 
 
-def spoiled(gpu: GpuMemory) -> GpuMemory:
-    return msgspec.structs.replace(gpu, handles=(gpu.handles[0], b"\1" * 64))
-
-
-def too_large(gpu: GpuMemory) -> GpuMemory:
-    """Its allocations are smaller than what they are said to hold."""
-    parts = tuple(Part(part.at, part.num_bytes + 2**20, part.allocation, part.offset) for part in gpu.parts)
-    return msgspec.structs.replace(gpu, parts=parts)
-
-
 def main(library: Path, fake: Path) -> None:
     os.environ[VISIBLE] = "5,2"
     found: dict[str, Any] = {}
@@ -340,15 +316,29 @@ def main(library: Path, fake: Path) -> None:
         made = world(library, fake, stack)
         engine = stack.enter_context(closing(Engine(library, fake)))
 
-        def run(name: str, *, visible: str = "2", call: str = "cudaMalloc", anew: bool | None = None) -> None:
+        def run(
+            name: str,
+            *,
+            visible: str = "2",
+            call: str = "cudaMalloc",
+            anew: bool | None = None,
+            only_c: bool = False,
+        ) -> None:
             """Args: anew: whether in its place; None: not at all."""
             source = Source(made, call)
-            engine.begin(visible, name)
+            made.locked.clear()
+            engine.begin(visible, name, only_c=only_c)
             change = {} if anew is None else {4: partial(source.make_anew, in_place=anew)}
             found[name] = pushes(source, engine, change)
 
         run("same GPU")
         run("another GPU", visible="7")
+        for name in ("one tensor", "all locked"):
+            run(name, visible="7", only_c=True)
+        with patch.object(pulls, "room_bytes", lambda local_ranks: 4 * (48 + 40 + 24) * 64 - 1):
+            run("no room", visible="7")
+            run("same GPU, no room")
+            run("one tensor, no room for all", visible="7", only_c=True)
         run("mapped", call="fake_map")
         run("mapped, another GPU", call="fake_map", visible="7")
         run("no UUID")
@@ -360,7 +350,7 @@ def main(library: Path, fake: Path) -> None:
         with ExitStack() as lost:
             later = {4: lambda: lost.enter_context(patch.object(FakeCuda, "allocation", nowhere))}
             found["lost"] = pushes(source, engine, later)
-        for name in ("made anew", "nothing closed", "not kept"):
+        for name in ("made anew", "nothing closed", "closed late"):
             run(name, anew=False)
         run("made anew in its place", anew=True)
         run("offset ignored")

@@ -39,7 +39,7 @@ from specactor.parallel.layout import Layout  # noqa: E402
 from specactor.trainer import shards as shards_module  # noqa: E402
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from specactor.trainer.shards import RankShards, share  # noqa: E402
-from specactor.weights_sync import memory  # noqa: E402
+from specactor.weights_sync import memory, pulls  # noqa: E402
 from specactor.weights_sync.cuda_ipc import GpuMemory, Part, Places  # noqa: E402
 from specactor.weights_sync.sender import WeightSender  # noqa: E402
 from tests.lib.simulated_cuda import simulated  # noqa: E402
@@ -175,9 +175,10 @@ def main(library: Path, folder: Path) -> None:
         found["bytes"] = sum(tensor.nbytes for tensor in exported.values())
         found["devices"] = sorted({str(tensor.device) for tensor in model.weights.values()})
         found["beside an equal rank"] = beside_an_equal_rank(RankShards(policy), exported)
-        source = RankShards(policy)
-        with patch.object(shards_module, "room_bytes", lambda ranks: found.setdefault("ranks", ranks) and 1000):
-            found["no room"] = [source.held(2**40) is None, source.on_device is None]
+        source, sender = RankShards(policy), WeightSender(WeightsSyncConfig(), Collective())
+        with patch.object(pulls, "room_bytes", lambda ranks: found.setdefault("ranks", ranks) and 1000):
+            reports = [sender.push(source, [engine], version=version) for version in (4, 5)]  # type: ignore[list-item]
+        found["no room"] = [[report.num_rounds > 0, report.note] for report in reports]
     print(json.dumps(found))
     dist.destroy_process_group()
 

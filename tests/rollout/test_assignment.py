@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import EngineError
-from specactor.rollout.requests import assign, merge
+from specactor.rollout.requests import assign, by_id, merge
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
 
@@ -89,6 +89,8 @@ def test_merge_refuses_what_cannot_be() -> None:
     one, two = make_request(1, 0), make_request(2, 0)
     with pytest.raises(EngineError, match="second response to request 'r1'"):
         merge([one, two], [make_response(one), make_response(one)])
+    with pytest.raises(EngineError, match="second response to request 'r1'"):
+        by_id([make_response(one), make_response(two), make_response(one)])
     with pytest.raises(EngineError, match="unknown request 'r2'"):
         merge([one], [make_response(two)])
     with pytest.raises(EngineError, match="used twice"):

@@ -76,6 +76,32 @@ def test_what_cannot_be_opened_is_said_and_goes_through_the_host(found: dict[str
     assert opened == closed
 
 
+def test_only_what_is_read_is_locked(found: dict[str, Any]) -> None:
+    """On both sides, in whole pages. The engine takes the last of three tensors."""
+    whole, last = 4 * 64 * (48 + 40 + 24), 4 * 64 * 24
+    page = 4096
+    assert found["same GPU"]["locked"] == [0, 0]
+    assert found["another GPU"]["locked"] == [whole, whole]
+    run = found["one tensor"]
+    went_well(run, BY_PLAN)
+    assert all(last <= each < last + 2 * page for each in run["locked"]), run["locked"]
+    assert 0 < run["host bytes"] <= last
+    assert found["all locked"]["locked"] == [run["locked"][0], whole], "a wrong version of the engine"
+
+
+def test_room_is_for_what_is_read(found: dict[str, Any]) -> None:
+    """The host has a byte less than all tensors take. Where no engine reads them there, or few, that is enough."""
+    for case, host in {"same GPU, no room": False, "one tensor, no room for all": True}.items():
+        went_well(found[case], BY_PLAN)
+        assert bool(found[case]["host bytes"]) == host
+    run = found["no room"]
+    went_well(run, [1] * PUSHES)
+    [note] = set(run["notes"][:1])
+    assert note == "rank 0: no memory for copies of a GPU's tensors: 28672 bytes are needed, and a rank may take 28671"
+    assert run["notes"][1:] == [""] * (PUSHES - 1)
+    assert (run["host bytes"], run["locked"][0]) == (0, 0)
+
+
 def test_what_an_engine_on_another_gpu_could_not_open_anyway_is_not_said(found: dict[str, Any]) -> None:
     run = found["mapped, another GPU"]
     went_well(run, BY_PLAN)
@@ -104,7 +130,8 @@ def test_an_allocation_that_is_made_anew_is_opened_and_the_old_one_closed(found:
     """Also where it begins at the same byte, so that no tensor has moved."""
     run = found[case]
     went_well(run, ANEW)
-    assert run["opened, closed"] == [[2, 0]] * 3 + [[3, 1]] * 3
+    assert run["opened, closed"] == [[2, 0]] * 3 + [[4, 2]] * 3
+    assert run["after checks"] == [[0, 0], [2, 2]], "before anything is loaded, so the old memory is free"
     assert run["host bytes"] == 0
 
 
@@ -132,11 +159,12 @@ def test_digests_find_bytes_of_an_allocation_that_is_gone(found: dict[str, Any],
 
 
 def test_wrong_versions_of_the_engine_are_found(found: dict[str, Any]) -> None:
-    """One that takes a tensor for its allocation, one that closes nothing, one that opens again what it has open."""
+    """One that takes a tensor for its allocation, one that closes nothing, one that closes late."""
     assert "a arrived with a wrong digest" in found["offset ignored"]["error"]
     assert found["offset ignored"]["killed"]
-    assert found["nothing closed"]["at the end"][1:3] == [3, 0]
-    assert "already mapped (208)" in found["not kept"]["reasons"][3]
+    assert found["nothing closed"]["at the end"][2] == 0
+    assert "already mapped (208)" in found["nothing closed"]["reasons"][3]
+    assert found["closed late"]["after checks"] == [[0, 0], [2, 0]]
 
 
 def test_gpus_that_a_process_does_not_see_are_refused(found: dict[str, Any]) -> None:

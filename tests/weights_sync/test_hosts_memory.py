@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ import pytest
 
 from specactor.errors import WeightSyncError
 from specactor.weights_sync import memory, mirrors, pulls, push, receiver
-from specactor.weights_sync.memory import SharedBuffer, open_address
+from specactor.weights_sync.memory import LOCKED_BYTES, SharedBuffer, open_address
 from tests.weights_sync.hosts_job import SIZE, Job
 
 
@@ -92,6 +93,23 @@ def test_a_rank_without_room_for_what_comes_from_other_hosts_has_all_use_buckets
     job.learn()
     assert {report.num_rounds for report in job.reports()} == {1}
     assert job.right()
+
+
+def test_room_is_for_what_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large memory of another host, two bytes far apart: pages between are neither made nor locked."""
+    alone: Any = SimpleNamespace(rank=0, gather=lambda value, kind: [value])
+    end, locked = 100 * LOCKED_BYTES, list[int]()
+    monkeypatch.setattr(memory, "register", lambda part: locked.append(part.numel()))
+    monkeypatch.setattr(memory, "unregister", lambda part: None)
+    mirrored = mirrors.Mirrors(alone, [0])
+    cross = [mirrors.Crossing(0, 1, 0, 0, 1), mirrors.Crossing(0, 1, 0, end - 1, end)]
+    assert mirrored.make(cross, most_bytes=1) == [
+        "no memory for what comes from other hosts: 2 bytes are needed, and a rank may take 1"
+    ]
+    assert mirrored.make(cross, most_bytes=2) == [""]
+    assert locked == [LOCKED_BYTES] * 2
+    assert mirrored.data(0).numel() == end
+    mirrored.close()
 
 
 @pytest.mark.parametrize("error", [LOCK, FULL])
