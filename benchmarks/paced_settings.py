@@ -114,15 +114,15 @@ def steps_of(draft: str, gpu: Device, *, context: int, most: int) -> Grid:
 
 
 def unequal(*, link_ms: float) -> Setting:
-    """Return a setting in which an L20 drafts beside eight H100."""
-    batch, context = 8, 1024
+    """Return a setting in which an L20 drafts for eight H100."""
+    draft, batch, context = "Qwen2.5-0.5B", 8, 1024
     return Setting(
-        name=f"32B on 8 H100, 1.5B drafts on an L20 behind {link_ms:g} ms, 1k context, batch {batch}",
-        pace=published("Qwen2.5-32B", "Qwen2.5-1.5B", "H100", devices=8, context=context, most=batch, dilation=30.0),
+        name=f"32B on 8 H100, 0.5B drafts on an L20 behind {link_ms:g} ms, 1k context, batch {batch}",
+        pace=published("Qwen2.5-32B", draft, "H100", devices=8, context=context, most=batch, dilation=30.0),
         batch=batch,
         groups=1,
         spread=0.1,
-        drafter=steps_of("Qwen2.5-1.5B", L20, context=context, most=4 * batch),
+        drafter=steps_of(draft, L20, context=context, most=4 * batch),
         link_s=1e-3 * link_ms,
     )
 

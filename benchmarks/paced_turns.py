@@ -175,6 +175,6 @@ def described(rows: Sequence[Sequence[str]]) -> str:
         "emitted, for other requests alone, or also for this one, with a text that the news has overtaken; the "
         "*message* was under way, there or back; or *its own step* went on, with the right text. *Last token*: a round "
         "that ends the request has no room for drafts. *None chosen*: drafts were there or nobody was asked, and costs "
-        "decided for none. The last column: seconds from the look to the end of the step that made the first usable draft, "
-        "over those of a plain pass, mean of the first four causes.\n\n" + markdown(COLUMNS, rows)
+        "decided for none. The last column: seconds from the look to the end of the step that made the first usable "
+        "draft, over those of a plain pass, mean of the first four causes.\n\n" + markdown(COLUMNS, rows)
     )

@@ -9,7 +9,7 @@ from statistics import fmean
 import msgspec
 import pytest
 
-from benchmarks import paced, paced_clock, paced_devices, paced_prediction
+from benchmarks import clocked, paced, paced_devices, paced_prediction
 from benchmarks.dialled import Script
 from benchmarks.paced_devices import DisturbedError, Setting, flat, published, script_of, shortened, started
 from benchmarks.paced_engine import Pace as DevicePace
@@ -144,9 +144,9 @@ def test_on_a_clock_second_choices_are_worth_what_the_page_says() -> None:
     coupled, first, second = (
         fmean(play(seed).over_off for seed in range(6))
         for play in (
-            lambda seed: paced_clock.coupled(setting, seed=seed),
-            lambda seed: paced_clock.decoupled(setting, second=0.0, seed=seed),
-            lambda seed: paced_clock.decoupled(setting, second=0.5, seed=seed),
+            lambda seed: clocked.coupled(setting, seed=seed),
+            lambda seed: clocked.decoupled(setting, second=0.0, seed=seed),
+            lambda seed: clocked.decoupled(setting, second=0.5, seed=seed),
         )
     )
     assert 1.4 < coupled < 1.69  # of endless batches
@@ -160,7 +160,7 @@ def test_on_a_clock_dear_lanes_have_no_second_choices() -> None:
     pace = flat(0.080, 0.020)
     dear = Grid(requests=(1.0, 64.0), per_request=(1.0,), seconds=((0.005,), (0.320,)))
     setting = Setting(name="dear", pace=msgspec.structs.replace(pace, draft=dear), batch=8)
-    speeds = [paced_clock.decoupled(setting, second=second).over_off for second in (0.0, 0.5)]
+    speeds = [clocked.decoupled(setting, second=second).over_off for second in (0.0, 0.5)]
     assert speeds[1] > 0.95 * speeds[0]
 
 
