@@ -1,21 +1,27 @@
 """Unequal devices and links, played on a clock (`clocked`): the plan by costs beside the best way in hindsight.
 
-    python -m benchmarks.paced_unequal        docs/results/paced_unequal.csv, .md
+    python -m benchmarks.paced_unequal [--page-only]        docs/results/paced_unequal.csv, .md, .svg
 
 Invariant: the choice knows cost tables, mean acceptance and delays, and nothing of what was played.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean, median
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 from benchmarks.clocked import HOST_S, coupled, decoupled, message_s, off_s
 from benchmarks.paced_devices import MAX_WINDOW, Setting, published
 from benchmarks.paced_engine import Pace
 from benchmarks.paced_settings import L20, steps_of
-from benchmarks.results import Result, publish
+from benchmarks.plots import STYLE, dots
+from benchmarks.results import RESULTS, Result, publish, stored
 from specactor.planning.plans import Cluster, DrafterEngine, DrafterOption, VerifierOption
 from specactor.planning.search import search
 from specactor.rollout.speculation.costs import CostTable, Grid
@@ -193,7 +199,7 @@ def row(of: Cell) -> list[str]:
 
 INTRO = f"""\
 Played on a clock, not measured, as [on equal devices](paced_clock.md): {TARGET}, {CONTEXT} tokens of context, \
-{DEVICES} devices a group, acceptance .8 ± .1, of second choices .5. Groups have equal shares of the requests, as \
+{DEVICES} devices a group, groups in the order named, acceptance .8 ± .1, of second choices .5. Groups have equal shares of the requests, as \
 engines of a run have, so that the slowest counts. Tokens/s over plain decoding on all groups, means of {SEEDS} \
 batches with their ends; an L20 drafts alone, and comes on top. The link delays messages of a drafter elsewhere, one \
 way; all times before a dilation of {DILATION:g}. A plain pass contains {1e3 * HOST_S / DILATION:g} ms of the host. \
@@ -216,11 +222,26 @@ def verdict(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def draw(rows: Sequence[Sequence[str]], path: Path) -> None:
+    """Draw the speed of every way, a line per setting; plain decoding is the dotted line."""
+    labels = [f"{', '.join(found[:3])}, {found[3]} ms" for found in rows]
+    ways = {way: [found[COLUMNS.index(way)] for found in rows] for way in WAYS}
+    with rc_context(STYLE):
+        figure = Figure(figsize=(8.6, 6.4), layout="constrained")
+        axes = figure.add_subplot()
+        dots(axes, labels, ways, line=1.0)
+        axes.set_xlabel("tokens/s over off on all groups")
+        figure.savefig(path, metadata={"Date": None})
+
+
 def main() -> None:
-    rows = []
-    for of in cells():
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--page-only", action="store_true", help="play nothing, write the page of stored rows again")
+    rows = [list(known.values()) for known in stored("paced_unequal")] if parser.parse_args().page_only else []
+    for of in cells() if not rows else ():
         rows.append(row(of))
         print("  ".join(rows[-1]), flush=True)
+    draw(rows, RESULTS / "paced_unequal.svg")
     publish(
         "paced_unequal",
         Result(
@@ -229,6 +250,7 @@ def main() -> None:
             intro=INTRO,
             columns=COLUMNS,
             rows=rows,
+            picture="![Speed of every way on unequal devices](paced_unequal.svg)",
             source="Nothing was measured.",
         ),
     )
