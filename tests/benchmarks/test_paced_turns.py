@@ -16,7 +16,7 @@ from benchmarks.paced_link import delayed
 from benchmarks.paced_turns import CAUSES, OLD, Causes, Log, Logged, Step, Turn, Turns, cause, position
 from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import local_endpoint
+from specactor.rollout.decoupled.transport import Address, Hub, ZmqLink, local_endpoint
 
 A, B = 7, 8  # requests
 LENGTH = 20
@@ -131,3 +131,22 @@ def test_a_link_delays_every_frame_and_keeps_their_order_and_senders() -> None:
             assert not other.poll(0)
     context.term()
     assert not [thread for thread in threading.enumerate() if thread.name == "delayed link"]
+
+
+def test_the_shipped_ends_talk_over_a_delayed_link() -> None:
+    near, far, session = local_endpoint(), local_endpoint(), 77
+    with delayed(near, far, 0.02):
+        hub, link = Hub(far), ZmqLink(session, (Address(endpoint=near),))
+        try:
+            received: list[tuple[int, bytes]] = []
+            while not received:
+                link.send(0, b"hello")
+                hub.wait(0.1)
+                received = hub.receive()
+            assert set(received) == {(session, b"hello")}
+            assert hub.send(session, b"back")
+            assert link.wait(60.0)
+            assert link.receive() == [(0, b"back")]
+        finally:
+            link.close()
+            hub.close()
