@@ -199,13 +199,13 @@ def row(of: Cell) -> list[str]:
 
 INTRO = f"""\
 Played on a clock, not measured, as [on equal devices](paced_clock.md): {TARGET}, {CONTEXT} tokens of context, \
-{DEVICES} devices a group, groups in the order named, acceptance .8 ± .1, of second choices .5. \
-Groups have equal shares of the requests, as engines of a run have, so that the slowest counts. Tokens/s over plain decoding on all groups, means of {SEEDS} \
-batches with their ends; an L20 drafts alone, and comes on top. The link delays messages of a drafter elsewhere, one \
-way; all times before a dilation of {DILATION:g}. A plain pass contains {1e3 * HOST_S / DILATION:g} ms of the host. \
-*Chosen by costs*: the way for which the search of `specactor plan` foresees most, given the cost tables, the mean \
-acceptance and the link; *believed*: how much. It knows devices of one kind and is asked for each group; of second \
-choices it knows nothing."""
+{DEVICES} devices a group, groups in the order named, acceptance .8 ± .1, of second choices .5. Groups have \
+equal shares of the requests, as engines of a run have, so that the slowest counts. Tokens/s over plain decoding \
+on all groups, means of {SEEDS} batches with their ends; an L20 drafts alone, and comes on top. The link delays \
+messages of a drafter elsewhere, one way; all times before a dilation of {DILATION:g}. A plain pass contains \
+{1e3 * HOST_S / DILATION:g} ms of the host. *Chosen by costs*: the way for which the search of `specactor plan` \
+foresees most, given the cost tables, the mean acceptance and the link; *believed*: how much. It knows devices \
+of one kind and is asked for each group; of second choices it knows nothing."""
 
 
 def verdict(rows: Sequence[Sequence[str]]) -> str:
