@@ -19,6 +19,7 @@ import re
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -29,113 +30,20 @@ from statistics import median
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from benchmarks import paced_prediction
-from benchmarks.paced_devices import (
-    MAX_WINDOW,
-    Devices,
-    Setting,
-    flat,
-    published,
-    script_of,
-    shortened,
-    started,
-    undisturbed,
-)
+from benchmarks import paced_prediction, paced_turns
+from benchmarks.paced_devices import Devices, Setting, script_of, shortened, started, undisturbed
 from benchmarks.paced_engine import Passes
+from benchmarks.paced_settings import AUTO, AUTO_COUPLED, CONTESTANTS, FASTEST, FIRST_ALONE, OFF, TIE, costs, settings
+from benchmarks.paced_turns import Causes
 from benchmarks.pictures import draw_timeline, spans
 from benchmarks.plots import STYLE, number
-from benchmarks.results import RESULTS, Result, likely, markdown, publish, stored
-from specactor.config import SpeculationConfig
+from benchmarks.results import RESULTS, Result, likely, machine, publish, stored, write_rows
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.speculation.counters import Counts
 from specactor.trace import chrome_trace
 
 BATCHES = 2  # of requests, decoded one after the other
-DENSE = {"target": "Qwen2.5-32B", "gpu": "H100"}
-EXPERTS = {"target": "Qwen3-235B-A22B", "draft": "Qwen3-0.6B", "gpu": "H200", "devices": 8, "context": 4096}
-
-
-COUPLED, TEXT = "benchmarks.dialled:InEngine", "benchmarks.dialled:Text"
-
-
-def ways(*drafters: str, mode: str, fastest_of: int = 1) -> SpeculationConfig:
-    return SpeculationConfig(
-        mode=mode,  # type: ignore[arg-type]
-        drafters=drafters,
-        fastest_of=fastest_of,
-        max_window=MAX_WINDOW,
-        draft_model=("there",),
-    )
-
-
-FIRST_ALONE = "decoupled, first choices alone"
-AUTO, AUTO_COUPLED = "auto: decoupled or text", "auto: coupled or text"
-FASTEST = "fastest of 2: decoupled and text"
-TIE = 1.03  # times as fast, below which two are taken for equal
-CONTESTANTS = {
-    "coupled": ways(COUPLED, mode="coupled"),
-    "decoupled": ways("decoupled", mode="decoupled"),
-    FIRST_ALONE: ways("decoupled", mode="decoupled"),
-    AUTO_COUPLED: ways(COUPLED, TEXT, mode="auto"),
-    AUTO: ways("decoupled", TEXT, mode="auto"),
-    FASTEST: ways("decoupled", TEXT, mode="auto", fastest_of=2),
-}
-OFF = SpeculationConfig()
-
-
-def settings() -> dict[str, Setting]:
-    """Return all, by name."""
-    short = {**DENSE, "draft": "Qwen2.5-1.5B", "devices": 8, "context": 1024}
-    long = {**DENSE, "draft": "Qwen2.5-0.5B", "devices": 4, "context": 4096}
-    at64 = published(**long, most=64, dilation=20.0)  # type: ignore[arg-type]
-    found = [
-        Setting(name="a draft step takes a quarter of a pass, batch 8", pace=flat(0.080, 0.020, dilation=1.5), batch=8),
-        *(
-            Setting(
-                name=f"32B on 8 H100, 1.5B drafts, 1k context, batch {batch}",
-                pace=published(**short, most=batch, dilation=dilation),  # type: ignore[arg-type]
-                batch=batch,
-                spread=0.1,
-                tokens=tokens,
-            )
-            for batch, tokens, dilation in ((8, 96, 30.0), (32, 96, 30.0), (64, 64, 60.0), (128, 64, 60.0))
-        ),
-        *(
-            Setting(
-                name=f"32B on 8 H100, 1.5B drafts, 1k context, batch {batch}, long tail",
-                pace=published(**short, most=batch, dilation=60.0),  # type: ignore[arg-type]
-                batch=batch,
-                spread=0.1,
-                tokens=128,
-                tail=True,
-            )
-            for batch in (64, 128)
-        ),
-        Setting(
-            name="32B on 4 H100, 0.5B drafts, 4k context, batch 16",
-            pace=published(**long, most=16, dilation=16.0),  # type: ignore[arg-type]
-            batch=16,
-            spread=0.1,
-        ),
-        *(
-            Setting(
-                name=f"the same, batch 64, {groups - 1} engines of {groups} when decoupled",
-                pace=at64,
-                batch=64,
-                groups=groups,
-                spread=0.1,
-                tokens=64,
-            )
-            for groups in (2, 4)
-        ),
-        Setting(
-            name="235B of experts on 8 H200, 0.6B drafts, 4k context, batch 32",
-            pace=published(**EXPERTS, most=32, dilation=8.0),  # type: ignore[arg-type]
-            batch=32,
-            spread=0.1,
-        ),
-    ]
-    return {setting.name: setting for setting in found}
+MUCH_BETWEEN = 0.05  # of a pass, between two of plain decoding: more than that, and the machine had other work
 
 
 @dataclass(kw_only=True)
@@ -145,6 +53,7 @@ class Seen:
     ratios: list[float] = field(default_factory=list)  # over off, a batch each
     counts: Counts = field(default_factory=Counts)
     passes: Passes = field(default_factory=Passes)
+    causes: Causes = field(default_factory=Causes)
     drafter_s: float = 0.0
     timed_s: float = 0.0
     emitted: int = 0
@@ -153,13 +62,14 @@ class Seen:
         self.ratios += other.ratios
         self.counts += other.counts
         self.passes = add(self.passes, other.passes)
+        self.causes.add(other.causes)
         self.drafter_s += other.drafter_s
         self.timed_s += other.timed_s
         self.emitted += other.emitted
 
     def row(self, setting: Setting, name: str) -> list[str]:
         apart = CONTESTANTS.get(name, OFF).is_decoupled
-        engines = setting.groups - apart
+        engines = setting.verifiers if apart else setting.groups
         turns = max(1, self.emitted - self.counts.accepted)
         device_s = engines * self.timed_s
         return [
@@ -188,6 +98,7 @@ MEASURED = (
     "between, ms per pass",
     "batches",
 )
+WHEN = ("date", "machine")  # of a row's own measurement: settings are measured on different days
 SIMULATED = 3  # place of the simulator's figure, behind the measured one
 COLUMNS = (*MEASURED[:SIMULATED], "simulated", *MEASURED[SIMULATED:])
 
@@ -203,15 +114,18 @@ def turn(devices: Devices, name: str, off_s: Sequence[float], process: DrafterPr
     prefill_s = devices.decode(shortened(devices.requests[0]), config)
     devices.decode(devices.requests[0], config)
     devices.forget_passes()
-    devices.counts(), process.work(trace=False)
+    devices.counts(), devices.turns(), process.work(trace=False)
+    began_s = time.perf_counter()
     for batch, plain_s in zip(devices.requests, off_s, strict=True):
         seconds = devices.decode(batch, config) - prefill_s
         seen.ratios.append(plain_s / seconds)
         seen.timed_s += seconds
         seen.emitted += sum(r.sampling.max_new_tokens - 1 for r in batch)
     seen.counts, seen.passes = devices.counts(), devices.passes()
-    work = process.work(trace=False)
-    seen.drafter_s = work.busy_s if work is not None and config.is_decoupled else 0.0
+    work, turns = process.work(trace=False), devices.turns()
+    if config.is_decoupled:
+        seen.drafter_s = work.busy_s if work is not None else 0.0
+        seen.causes = Causes.of(turns, devices.steps(began_s))
     return seen
 
 
@@ -226,8 +140,12 @@ def off(devices: Devices) -> tuple[list[float], Seen]:
     return found, Seen(ratios=ones, passes=devices.passes(), timed_s=sum(found), emitted=emitted)
 
 
-def measured(setting: Setting, repetitions: int, *, timeline: Path | None = None) -> list[list[str]]:
-    """Return the rows of a setting. Raises DisturbedError where the machine has too much to do for long."""
+Rows = list[list[str]]
+
+
+def measured(setting: Setting, repetitions: int, *, timeline: Path | None = None) -> tuple[Rows, Rows]:
+    """Return the rows of a setting, and those of its turns without drafts. Raises DisturbedError where the machine has
+    too much to do for long."""
     seen = {name: Seen() for name in ("off", *CONTESTANTS)}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paced-")))
@@ -243,7 +161,22 @@ def measured(setting: Setting, repetitions: int, *, timeline: Path | None = None
                     if timeline is not None and name == "decoupled":
                         draw(devices, process, timeline)
                         timeline = None
-    return [of.row(setting, name) for name, of in seen.items()]
+    date, _, where = machine().partition(", ")
+    pass_s = plain_pass_s(setting)
+    return (
+        [[*of.row(setting, name), date, where] for name, of in seen.items()],
+        [
+            of.causes.row(setting.name, name, pass_s)
+            for name, of in seen.items()
+            if CONTESTANTS.get(name, OFF).is_decoupled
+        ],
+    )
+
+
+def plain_pass_s(setting: Setting) -> float:
+    """Return the dilated seconds of a group's pass in plain decoding."""
+    each = -(-setting.batch // setting.groups)
+    return setting.pace.pass_s(each, each)
 
 
 def draw(devices: Devices, process: DrafterProcess, path: Path) -> None:
@@ -260,46 +193,12 @@ def draw(devices: Devices, process: DrafterProcess, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def costs(known: Sequence[Setting]) -> str:
-    """The cost table, in milliseconds before dilation."""
-    rows = []
-    for setting in known:
-        engines, each = setting.groups, -(-setting.batch // setting.groups)
-        own = setting.pace
-        rows.append(
-            [
-                setting.name,
-                f"{engines} x {each}",
-                f"{1e3 * own.plain.at(each, 1):.2f}",
-                f"{1e3 * own.verify.at(each, 4):.2f}",
-                f"{1e3 * own.draft.at(each, 1):.2f}",
-                f"{1e3 * own.draft.at(setting.batch, 1):.2f}, {1e3 * own.draft.at(4 * setting.batch, 1):.2f}",
-                f"{setting.acceptance:g} ± {setting.spread:g}",
-                f"{setting.second:g}",
-                f"{own.dilation:g}",
-            ]
-        )
-    return markdown(
-        (
-            "setting",
-            "groups x requests",
-            "plain pass",
-            "4 rows per request",
-            "draft step",
-            "of all requests, and four times as many",
-            "acceptance",
-            "second choice",
-            "dilation",
-        ),
-        rows,
-    )
-
-
 INTRO = """\
 The shipped engines, drafter process, protocol and planner, on CPUs: a pass computes real tokens of a tiny model and \
 sleeps until the time is over that a roofline of published figures gives for the named model and device, times a \
 dilation; drafters sleep for their steps. A setting has equal groups of devices; each has an engine with its share of \
-the requests, or one of them drafts for the others (`decoupled`). Drafters know the right tokens and are wrong as \
+the requests, or one of them drafts for the others (`decoupled`); where a setting names a device that drafts, it comes \
+on top for `decoupled`, and its messages take so long each way. Drafters know the right tokens and are wrong as \
 often as dialled, some requests more than others; where the first choice is wrong, the second is right as often as the \
 cost table says. `text` drafts in the engine at no cost, right with .5 ± .4. In mode auto a request has one of two \
 methods, or none; with `fastest of 2` both, in a tree. Responses are equally long, or with a long tail: most a quarter \
@@ -356,39 +255,80 @@ def beside_predictions(rows: Sequence[Sequence[str]], known: Mapping[str, Settin
     return found
 
 
-def told_before(page: str) -> tuple[float, int, str]:
-    """Return (load, cores, date and machine) of a stored page."""
-    busy = re.search(r"began, ([\d.]+) processes wanted one of (\d+) cores", page)
-    assert busy is not None, "the page says how busy the machine was"
-    return float(busy[1]), int(busy[2]), page.strip().rpartition("\n\n")[2]
+def told_before(page: str) -> tuple[float, int]:
+    """Return the load and the cores of a stored page."""
+    found = re.search(r"began, ([\d.]+) processes wanted one of (\d+) cores", page)
+    assert found is not None, "the page says how busy the machine was"
+    return float(found[1]), int(found[2])
 
 
-def run(names: Sequence[str], repetitions: int) -> Result:
-    """Measure these settings; without any nothing is new but the predictions."""
+def source(rows: Sequence[Sequence[str]]) -> str:
+    """Say when and where rows were measured, of which each has date and machine at its end."""
+    dates: dict[str, list[str]] = {}
+    for *_, date, where in rows:
+        dates.setdefault(where, []).append(date)
+    spans_of = {where: sorted({min(of), max(of)}) for where, of in dates.items()}
+    return "Measured: " + "; ".join(f"{' to '.join(span)}, {where}" for where, span in spans_of.items()) + "."
+
+
+def busy(rows: Sequence[Sequence[str]], known: Mapping[str, Setting]) -> str:
+    """Say in which settings the machine had so much to do that plain decoding was held up between passes."""
+    place = COLUMNS.index("between, ms per pass")
+    shares = {row[0]: number(row[place]) / 1e3 / plain_pass_s(known[row[0]]) for row in rows if row[1] == "off"}
+    over = [f"{name} ({100 * share:.0f} %)" for name, share in shares.items() if share > MUCH_BETWEEN]
+    most = f"Between two passes of plain decoding went at most {100 * max(shares.values()):.1f} % of a pass"
+    if not over:
+        return f"{most}: the machine was not busy (bound: {100 * MUCH_BETWEEN:.0f} %)."
+    return (
+        f"**The machine was busy** in {len(over)} of {len(shares)} settings: between two passes of plain decoding went "
+        f"more than {100 * MUCH_BETWEEN:.0f} % of a pass, so that their figures are of a disturbed run: "
+        f"{'; '.join(over)}."
+    )
+
+
+def run(names: Sequence[str], repetitions: int) -> tuple[Result, Rows]:
+    """Measure these settings, without any nothing is new but the predictions; return the page, and all rows about turns
+    without drafts."""
     known = settings()
-    load, cores, source = os.getloadavg()[1], os.cpu_count(), ""
-    if not names:
-        load, cores, source = told_before((RESULTS / "paced.md").read_text())
-    found: dict[str, list[list[str]]] = {}
+    load, cores = (os.getloadavg()[1], os.cpu_count()) if names else told_before((RESULTS / "paced.md").read_text())
+    found: dict[str, Rows] = {}
+    turns: dict[str, Rows] = {}
     for name in names:
         timeline = RESULTS / "paced_timeline.svg" if name == next(iter(known)) else None
-        found[name] = measured(known[name], repetitions, timeline=timeline)
-    kept = [[row[name] for name in MEASURED] for row in stored("paced")] if (RESULTS / "paced.csv").exists() else []
-    rows_of = {name: found.get(name) or [row for row in kept if row[0] == name] for name in known}
-    rows = beside_predictions([row for name in known for row in rows_of[name]], known)
-    shown = [known[name] for name in known if rows_of[name]]
-    return Result(
+        found[name], turns[name] = measured(known[name], repetitions, timeline=timeline)
+    rows_of = _beside_kept(found, known, "paced", (*MEASURED, *WHEN))
+    turns_of = _beside_kept(turns, known, "paced_turns", paced_turns.COLUMNS)
+    rows = beside_predictions([row for of in rows_of.values() for row in of], known)
+    shown = [row[: len(COLUMNS)] for row in rows]
+    turn_rows = [row for of in turns_of.values() for row in of]
+    parts = [
+        busy(shown, known),
+        paced_prediction.errors(shown, SIMULATED - 1, SIMULATED),
+        paced_turns.described(turn_rows),
+        "Costs, in ms before dilation:",
+        costs([known[name] for name, of in rows_of.items() if of], {row[0]: row[-2] for row in rows}),
+        "![Rounds of the first setting, and what its drafter does meanwhile](paced_timeline.svg)",
+    ]
+    result = Result(
         title="Drafting at the pace of GPUs",
-        verdict=verdict(rows),
+        verdict=verdict([row for row in shown if known[row[0]].drafter is None]),
         intro=INTRO.format(load=load, cores=cores),
-        columns=COLUMNS,
+        columns=(*COLUMNS, *WHEN),
         rows=rows,
-        notes=paced_prediction.errors(rows, SIMULATED - 1, SIMULATED)
-        + "\n\nCosts, in ms before dilation:\n\n"
-        + costs(shown)
-        + "\n\n![Rounds of the first setting, and what its drafter does meanwhile](paced_timeline.svg)",
-        source=source,
+        summary=(COLUMNS, shown),
+        notes="\n\n".join(part for part in parts if part),
+        source=source(rows),
     )
+    return result, turn_rows
+
+
+def _beside_kept(
+    found: Mapping[str, Rows], known: Mapping[str, Setting], name: str, columns: Sequence[str]
+) -> dict[str, Rows]:
+    """Return what was found by setting, or is stored of one that was not run."""
+    there = stored(name) if (RESULTS / f"{name}.csv").exists() else []
+    kept = [[row[column] for column in columns] for row in there]
+    return {setting: found.get(setting) or [row for row in kept if row[0] == setting] for setting in known}
 
 
 def main() -> None:
@@ -400,7 +340,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that engines are stopped
     names = list(settings())
     chosen = [] if options.page_only else [names[k - 1] for k in options.settings or range(1, len(names) + 1)]
-    publish("paced", run(chosen, options.repetitions))
+    result, turn_rows = run(chosen, options.repetitions)
+    write_rows("paced_turns", paced_turns.COLUMNS, turn_rows)
+    publish("paced", result)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Engines and a drafter process that keep the pace of named devices, as a benchmark drives them.
+"""Engines and a drafter process that keep the pace of named devices, alike or not, as a benchmark drives them.
 
 Invariants: every response is what plain decoding emitted for that request; a run in which computing took more than half
 of the passes' time is no measurement (`Devices.passes` raises `DisturbedError`).
@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +18,9 @@ from typing import TypeVar
 import msgspec
 
 from benchmarks.dialled import SCRIPT, Script
-from benchmarks.paced_engine import PACE, PASSES, Pace, Passes
+from benchmarks.paced_engine import NOTED, PACE, PASSES, Pace, Passes
+from benchmarks.paced_link import delayed
+from benchmarks.paced_turns import Step, Turns, logged
 from specactor.config import EngineConfig, SpeculationConfig, TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
 from specactor.planning.model_shapes import SHAPES
@@ -57,7 +59,7 @@ def undisturbed(take: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is imitated: devices in equal groups, each with an engine, or one of them with the drafter instead."""
+    """What is imitated: devices in groups, each with an engine, or the last of them with the drafter instead."""
 
     name: str
     pace: Pace
@@ -68,6 +70,22 @@ class Setting:
     second: float = 0.5
     tokens: int = 96  # per request; with `tail` the most
     tail: bool = False
+    paces: tuple[Pace, ...] = ()  # of groups that differ; else all have `pace`
+    drafter: Grid | None = None  # as `Pace.draft`, of a device of its own that drafts: then all groups verify
+    link_s: float = 0.0  # between a drafter and its engines, one way, before dilation
+
+    def of_group(self, group: int) -> Pace:
+        return self.paces[group] if self.paces else self.pace
+
+    @property
+    def verifiers(self) -> int:
+        """Return how many groups verify where another device drafts."""
+        return self.groups - (self.drafter is None)
+
+    def step_s(self, requests: int) -> list[float]:
+        """Return the dilated seconds of a drafter's step for 1, 2, .. requests."""
+        last = self.of_group(self.groups - 1)
+        return (last if self.drafter is None else msgspec.structs.replace(last, draft=self.drafter)).step_s(requests)
 
 
 def published(target: str, draft: str, gpu: str, *, devices: int, context: int, most: int, dilation: float) -> Pace:
@@ -103,7 +121,7 @@ class Devices:
 
     def of(self, config: SpeculationConfig) -> list[Engine]:
         """Return the engines that verify: all, but for a group that drafts."""
-        return self.engines[: len(self.engines) - config.is_decoupled]
+        return self.engines[: self.setting.verifiers] if config.is_decoupled else self.engines
 
     def begin(self, config: SpeculationConfig) -> None:
         """Engines that verify so know nothing of costs and acceptance; the others decode plainly."""
@@ -151,6 +169,22 @@ class Devices:
             )
         return total
 
+    def turns(self) -> Turns:
+        """Return those of all engines since the last call."""
+        total = Turns()
+        for engine in self.engines:
+            of = msgspec.json.decode(engine.rank_call(NOTED, b"", timeout_s=60)[0], type=Turns)
+            total = Turns(turns=total.turns + of.turns, empty=total.empty + of.empty)
+        return total
+
+    def steps(self, since_s: float) -> list[Step]:
+        """Return the drafter's steps since then."""
+        return logged(self._script, since_s)
+
+    @property
+    def _script(self) -> Path:
+        return self.folder / "drafter.json"
+
     def counts(self) -> Counts:
         """Return those of all drafters and engines since the last call."""
         total = Counts()
@@ -171,9 +205,12 @@ class Devices:
     @contextmanager
     def drafter(self, script: Script) -> Iterator[DrafterProcess]:
         """Draft so in engines, and start the drafter process."""
-        path = self.folder / "script.json"
+        path = self._script
         outputs = {str(r.seed): list(self.expected[r.request_id]) for batch in self.requests for r in batch}
-        path.write_bytes(msgspec.json.encode(msgspec.structs.replace(script, outputs=outputs)))
+        path.write_bytes(msgspec.json.encode(script := msgspec.structs.replace(script, outputs=outputs)))
+        for group in range(self.setting.groups):  # an engine drafts at its own device's pace
+            own = msgspec.structs.replace(script, step_s=self.setting.of_group(group).step_s(8 * self.setting.batch))
+            script_for(self.folder, group).write_bytes(msgspec.json.encode(own))
         spec = DrafterSpec(
             index=0,
             endpoint=self.endpoint,
@@ -182,7 +219,7 @@ class Devices:
             device=NO_CORE,
             context_length=4096,
             max_requests=self.setting.batch,
-            continuer="benchmarks.dialled:Elsewhere",
+            continuer="benchmarks.paced_turns:Logged",
             log_file=str(self.folder / "drafter.log"),
         )
         process = DrafterProcess(spec)
@@ -193,6 +230,11 @@ class Devices:
             process.stop()
 
 
+def script_for(folder: Path, group: int) -> Path:
+    """Return the file that tells an engine how to draft."""
+    return folder / f"script-{group}.json"
+
+
 def script_of(setting: Setting, *, second: float) -> Script:
     """Return what the setting's drafter knows, but for the outputs."""
     return Script(
@@ -200,7 +242,7 @@ def script_of(setting: Setting, *, second: float) -> Script:
         spread=setting.spread,
         second=second,
         sleeps=True,
-        step_s=setting.pace.step_s(8 * setting.batch),
+        step_s=setting.step_s(8 * setting.batch),
         outputs={},
     )
 
@@ -211,9 +253,12 @@ def started(setting: Setting, folder: Path, *, batches: int) -> Iterator[Devices
     model = folder / "model"
     if not model.exists():
         make_tiny_model(TINY, 0, model)
-    pace, endpoint = folder / "pace.json", local_endpoint()
-    pace.write_bytes(msgspec.json.encode(setting.pace))
-    access = DrafterAccess(drafters=(Address(endpoint=endpoint),))
+    endpoint = near = local_endpoint()
+    link = ExitStack()
+    if setting.link_s:
+        near = local_endpoint()
+        link.enter_context(delayed(near, endpoint, setting.pace.dilation * setting.link_s))
+    access = DrafterAccess(drafters=(Address(endpoint=near),))
     context = PROMPT_TOKENS + setting.tokens + 2 * MAX_WINDOW
     engines: list[Engine] = []
     try:
@@ -232,7 +277,9 @@ def started(setting: Setting, folder: Path, *, batches: int) -> Iterator[Devices
                 log_file=str(folder / f"engine-{index}.log"),
                 drafters=replace(access, engine=f"engine {index}"),
             )
-            environment = {PACE: str(pace), SCRIPT: str(folder / "script.json")}
+            pace = folder / f"pace-{index}.json"
+            pace.write_bytes(msgspec.json.encode(setting.of_group(index)))
+            environment = {PACE: str(pace), SCRIPT: str(script_for(folder, index))}
             engines.append(Engine(spec, run="benchmarks.paced_engine:run", **environment))
         for engine in engines:
             engine.wait_ready(engine.spec.config.start_timeout_s)
@@ -251,6 +298,7 @@ def started(setting: Setting, folder: Path, *, batches: int) -> Iterator[Devices
     finally:
         for engine in engines:
             engine.stop()
+        link.close()
 
 
 def requests(setting: Setting, batch: int) -> list[RolloutRequest]:

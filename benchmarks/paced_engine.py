@@ -11,19 +11,23 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from benchmarks import dialled
+from benchmarks.paced_turns import Turn, Turns
 from specactor.rollout.speculation.costs import Grid
+from specactor.rollout.speculation.drafter import DraftSequence
 
 PACE = "SPECACTOR_BENCHMARK_PACE"
 """Environment variable: path of a `Pace` as JSON, read once, when an engine starts."""
 PASSES = "paced.passes"
 """Rank call: `Passes` since the last one. No payload."""
+NOTED = "paced.turns"
+"""Rank call: `Turns` since the last one. No payload."""
 HALF = 0.5
 
 
@@ -64,13 +68,52 @@ def size(names: Iterable[str]) -> tuple[int, int]:
     return len(rows), rows.total()
 
 
+class Noted:
+    """What an engine notes of its turns: those without drafts, and when it looked for some elsewhere."""
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+        self._looked: dict[str, Turn] = {}  # of the round that begins, by request
+
+    def install(self) -> None:
+        """Note every look of a drafter elsewhere."""
+        from specactor.rollout.decoupled.remote_drafter import Decoupled
+
+        propose = Decoupled.propose
+
+        def noted(itself: Decoupled, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+            told_s = time.perf_counter()
+            drafts = propose(itself, sequences, windows)
+            looked_s = time.perf_counter()
+            for sequence, window, draft in zip(sequences, windows, drafts, strict=True):
+                self._looked[sequence.request_id] = Turn(
+                    sequence.seed, len(sequence.output_ids), window, told_s, looked_s, len(draft)
+                )
+            return drafts
+
+        Decoupled.propose = noted  # type: ignore[method-assign,assignment]
+
+    def passed(self, names: Iterable[str]) -> None:
+        """Note the turns of a pass, which has a request once per row."""
+        rows = Counter(names)
+        self._turns.turns += len(rows)
+        self._turns.empty += [self._looked.get(name, Turn()) for name, count in rows.items() if count == 1]
+        self._looked.clear()
+
+    def take(self) -> Turns:
+        taken, self._turns = self._turns, Turns()
+        return taken
+
+
 class Paced:
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
         self._passes = Passes()
+        self.noted = Noted()
 
     def install(self) -> None:
         """Change SGLang's worker, before it starts."""
+        self.noted.install()
         from sglang.srt.managers import tp_worker
 
         worker: Any = tp_worker.TpModelWorker
@@ -80,7 +123,9 @@ class Paced:
             if not batch.forward_mode.is_decode():
                 return forward(itself, batch, *arguments, **named)
             began_s = time.perf_counter()
-            pass_s = self._pace.pass_s(*size(req.rid for req in batch.reqs))
+            names = [req.rid for req in batch.reqs]
+            pass_s = self._pace.pass_s(*size(names))
+            self.noted.passed(names)
             result = forward(itself, batch, *arguments, **named)
             self._ended(time.perf_counter() - began_s, pass_s)
             return result
@@ -110,12 +155,18 @@ def passes(rank: Any, payload: bytes) -> bytes:
     return msgspec.json.encode(_paced.take())
 
 
+def turns(rank: Any, payload: bytes) -> bytes:
+    """Answer `NOTED`."""
+    assert _paced is not None, "this engine is not paced"
+    return msgspec.json.encode(_paced.noted.take())
+
+
 def run(connection: socket.socket) -> None:
     """Serve, as `engine_server.run` does, at a pace."""
     global _paced
     from specactor.rollout.sglang import engine_server, rank_calls
 
-    rank_calls.RANK_CALLS[PASSES] = passes
+    rank_calls.RANK_CALLS |= {PASSES: passes, NOTED: turns}
     _paced = Paced(Pace.read(os.environ[PACE]))
     _paced.install()
     engine_server.run(connection)

@@ -89,13 +89,18 @@ def _odds(rate: float | NDArray[np.float64]) -> NDArray[np.float64]:
 def _seconds(setting: Setting, policy: Policy, known: Known, host_s: float) -> float:
     pace, rate = setting.pace, setting.acceptance
     method = Method(rate=rate, decay=1.0, spread=1.0)
-    elsewhere = DrafterEngine(devices=1, seconds=pace.draft)
+    elsewhere = DrafterEngine(devices=1, seconds=setting.drafter or pace.draft)
+    beside = setting.drafter is not None and policy.mode == "decoupled"  # devices of a drafter alone
     table = CostTable(
         model="", device="", date="", verify=pace.verify, plain=pace.plain, drafters={DRAFTER: pace.draft}
     )
     drafter = DrafterOption(name=DRAFTER, survival=method.survival(MAX_WINDOW), engines=(elsewhere,))
     return simulate(
-        Cluster(devices=setting.groups, requests=setting.batch, message_s=MESSAGES_S / pace.dilation),
+        Cluster(
+            devices=setting.groups + beside,
+            requests=setting.batch,
+            message_s=MESSAGES_S / pace.dilation + 2 * setting.link_s,
+        ),
         Candidates(verifiers=(VerifierOption(devices=1, costs=table),), drafters=(drafter,)),
         World(methods={DRAFTER: method}, start_s=0.0, replan_s=0.0, host_s=host_s),
         policy,

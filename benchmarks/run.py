@@ -29,6 +29,7 @@ BENCHMARKS = {
     "decoupled_speed": "coupled and decoupled drafting on the same cores, and what the planner foresaw",
     "paced": "coupled and decoupled drafting at the pace of GPUs, on equal numbers of them",
     "paced_clock": "where decoupled drafting wins on equal devices, played on a clock by the shipped ends",
+    "paced_unequal": "decoupled drafting on unequal devices and slow links, on a clock, and the plan by costs",
     "tail_speed": "the last requests of a rollout: single drafters, the best in hindsight, and Fastest-of-N",
     "drafter_kinds": "what draft tokens of small models and of text drafters cost, and what learning them takes",
     "tasks": "which draft method is best for which task, and whether that is known before a response",

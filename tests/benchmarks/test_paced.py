@@ -9,7 +9,7 @@ from statistics import fmean
 import msgspec
 import pytest
 
-from benchmarks import paced, paced_clock, paced_devices, paced_prediction
+from benchmarks import clocked, paced, paced_devices, paced_prediction
 from benchmarks.dialled import Script
 from benchmarks.paced_devices import DisturbedError, Setting, flat, published, script_of, shortened, started
 from benchmarks.paced_engine import Pace as DevicePace
@@ -127,9 +127,10 @@ def test_errors_of_predictions_are_said_by_contestant() -> None:
 
 def test_a_page_without_new_runs_keeps_what_was_measured() -> None:
     known = stored("paced")
-    made = paced.run([], repetitions=9)
-    measured = [[row[made.columns.index(name)] for name in paced.MEASURED] for row in made.rows]
-    assert measured == [[row[name] for name in paced.MEASURED] for row in known]
+    made, turns = paced.run([], repetitions=9)
+    measured = [[row[made.columns.index(name)] for name in (*paced.MEASURED, *paced.WHEN)] for row in made.rows]
+    assert measured == [[row[name] for name in (*paced.MEASURED, *paced.WHEN)] for row in known]
+    assert turns == [list(row.values()) for row in stored("paced_turns")]
     assert measured, "there is a page"
     page = (paced.RESULTS / "paced.md").read_text()
     assert made.intro in page, "and how it was measured"
@@ -143,9 +144,9 @@ def test_on_a_clock_second_choices_are_worth_what_the_page_says() -> None:
     coupled, first, second = (
         fmean(play(seed).over_off for seed in range(6))
         for play in (
-            lambda seed: paced_clock.coupled(setting, seed=seed),
-            lambda seed: paced_clock.decoupled(setting, second=0.0, seed=seed),
-            lambda seed: paced_clock.decoupled(setting, second=0.5, seed=seed),
+            lambda seed: clocked.coupled(setting, seed=seed),
+            lambda seed: clocked.decoupled(setting, second=0.0, seed=seed),
+            lambda seed: clocked.decoupled(setting, second=0.5, seed=seed),
         )
     )
     assert 1.4 < coupled < 1.69  # of endless batches
@@ -159,8 +160,27 @@ def test_on_a_clock_dear_lanes_have_no_second_choices() -> None:
     pace = flat(0.080, 0.020)
     dear = Grid(requests=(1.0, 64.0), per_request=(1.0,), seconds=((0.005,), (0.320,)))
     setting = Setting(name="dear", pace=msgspec.structs.replace(pace, draft=dear), batch=8)
-    speeds = [paced_clock.decoupled(setting, second=second).over_off for second in (0.0, 0.5)]
+    speeds = [clocked.decoupled(setting, second=second).over_off for second in (0.0, 0.5)]
     assert speeds[1] > 0.95 * speeds[0]
+
+
+def test_rows_carry_when_and_where_they_were_measured() -> None:
+    rows = [["a", "2026-11-27", "2 cores"], ["b", "2026-11-25", "2 cores"], ["c", "2026-11-26", "8 cores"]]
+    assert paced.source(rows) == "Measured: 2026-11-25 to 2026-11-27, 2 cores; 2026-11-26, 8 cores."
+
+
+def test_the_page_says_where_the_machine_was_busy() -> None:
+    """Plain decoding has nothing to wait for between passes but the machine; wrong was: its contestants count, too."""
+
+    def rows(between_ms: float) -> list[list[str]]:
+        row = dict.fromkeys(paced.COLUMNS, "0") | {"setting": SETTING.name, "between, ms per pass": f"{between_ms}"}
+        drafting = row | {"contestant": "coupled", "between, ms per pass": "90"}
+        return [list((row | {"contestant": "off"}).values()), list(drafting.values())]
+
+    known = {SETTING.name: SETTING}
+    most_ms = 1e3 * PASS_S * paced.MUCH_BETWEEN
+    assert "was not busy" in paced.busy(rows(0.9 * most_ms), known)
+    assert "in 1 of 1 settings" in paced.busy(rows(1.1 * most_ms), known)
 
 
 @pytest.mark.deep

@@ -1,0 +1,300 @@
+"""Settings of `paced` on a clock instead of processes: the shipped ends of the protocol, or the shipped speculator.
+
+What is left out: sockets, the scheduler, all computing. A decoupled engine verifies whatever is there, and waits as
+`Patience` says; a coupled one is decided by the `Speculator`, whose clock this is.
+
+Invariants: equal arguments give equal results; a draft token is accepted if it is what the request emits there.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from benchmarks.dialled import Elsewhere, InEngine, Script
+from benchmarks.paced_devices import MAX_WINDOW, Setting
+from specactor.config import SpeculationConfig
+from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.engine_side import Tails
+from specactor.rollout.decoupled.main import MAX_LANES, Pace
+from specactor.rollout.decoupled.remote_drafter import Patience
+from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.speculator import Speculator
+
+MESSAGE_S = 5e-4  # from one end to the other, without the delay of a link
+HOST_S = 3e-3  # between two passes, dilated as the setting is
+IDLE_S = 2e-3  # between two looks of a drafter that has nothing to do
+BEGIN_S = 0.2  # prompts are read, and first windows drafted
+DRAFTER = 1 << 20  # its session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    over_off: float
+    empty: float  # share of turns without drafts
+    tokens: float  # per turn
+
+
+@dataclass(kw_only=True)
+class Texts:
+    """What every request emits, and has emitted."""
+
+    right: dict[str, list[int]]
+    output: dict[str, list[int]]
+    turns: int = 0
+    empty: int = 0
+
+    @classmethod
+    def of(cls, names: Sequence[str], tokens: int, seed: int) -> Texts:
+        draw = random.Random(seed)
+        right = {name: [draw.randrange(16) for _ in range(tokens)] for name in names}
+        return cls(right=right, output={name: of[:1] for name, of in right.items()})
+
+    def left(self, name: str) -> int:
+        return len(self.right[name]) - len(self.output[name])
+
+    def verify(self, name: str, draft: Sequence[int]) -> int:
+        """Emit the draft tokens that are right, and one more; return how many were right."""
+        output, right = self.output[name], self.right[name]
+        start = len(output)
+        agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(draft, right[start:], strict=False)))
+        output += right[start : start + agreed + 1]
+        self.turns += 1
+        self.empty += not draft
+        return agreed
+
+    def played(self, setting: Setting, seconds: float) -> Played:
+        emitted = sum(map(len, self.output.values())) - len(self.output)
+        return Played(over_off=off_s(setting) / seconds, empty=self.empty / self.turns, tokens=emitted / self.turns)
+
+
+def off_s(setting: Setting) -> float:
+    """Return the dilated seconds of plain decoding on all groups, of which the slowest counts."""
+    each = -(-setting.batch // setting.groups)
+    slowest_s = max(setting.of_group(group).pass_s(each, each) for group in range(setting.groups))
+    return (setting.tokens - 1) * (slowest_s + HOST_S)
+
+
+def message_s(setting: Setting) -> float:
+    """Return the dilated seconds from an engine to its drafter, or back."""
+    return MESSAGE_S + setting.pace.dilation * setting.link_s
+
+
+def script(setting: Setting, right: dict[str, list[int]], second: float) -> Script:
+    return Script(acceptance=setting.acceptance, spread=setting.spread, second=second, step_s=[0.0], outputs=right)
+
+
+class Continuer(Elsewhere):
+    def __init__(self, known: Script) -> None:
+        self._script, self._seconds = known, []
+
+
+@dataclass(kw_only=True)
+class Drafting:
+    """A drafter process: its turns, without sockets."""
+
+    continuer: Continuer
+    step_s: list[float]
+    message_s: float = MESSAGE_S
+    mirrors: Mirrors = field(default_factory=lambda: Mirrors(DRAFTER, max_tokens=1 << 40))
+    pace: Pace = field(default_factory=Pace)
+    now_s: float = 0.0
+    inbox: list[tuple[float, int, bytes]] = field(default_factory=list)  # (when it arrives, session, frame)
+    outbox: dict[int, list[tuple[float, bytes]]] = field(default_factory=dict)
+
+    def until(self, end_s: float, *, branches: bool) -> None:
+        """Take turns until then; as in `Loop.turn`."""
+        while self.now_s <= end_s:
+            here = [mail for mail in self.inbox if mail[0] <= self.now_s]
+            self.inbox = [mail for mail in self.inbox if mail[0] > self.now_s]
+            for _, session, frame in here:
+                self.mirrors.receive(session, frame, self.now_s)
+            self.mirrors.forgotten()
+            self._send()
+            lanes = self.mirrors.wanted(MAX_LANES, slower=self.pace.is_slower)
+            if branches:
+                lanes += self.mirrors.branches(self.pace.free(len(lanes), MAX_LANES))
+            if not lanes:
+                self.now_s += IDLE_S
+                continue
+            step_s = self.step_s[len(lanes) - 1]
+            self.pace.batch(len(lanes), step_s)
+            self.now_s += step_s
+            self.mirrors.extended(lanes, self.continuer.extend(lanes), self.continuer.seconds())
+            self._send()
+
+    def _send(self) -> None:
+        for session in self.mirrors.sessions:
+            for frame in self.mirrors.outgoing(session, version=1, now_s=self.now_s):
+                self.outbox.setdefault(session, []).append((self.now_s + self.message_s, frame))
+
+    def mail(self, session: int, now_s: float) -> list[tuple[int, bytes]]:
+        waiting = self.outbox.get(session, [])
+        self.outbox[session] = [mail for mail in waiting if mail[0] > now_s]
+        return [(0, frame) for at_s, frame in waiting if at_s <= now_s]
+
+
+@dataclass(kw_only=True)
+class Verifier:
+    """An engine between two rounds: it sends, takes what has come, and waits as `Patience` says."""
+
+    index: int
+    tails: Tails
+    texts: Texts
+    drafter: Drafting
+    live: list[str]
+    patience: Patience = field(default_factory=Patience)
+    drafts: list[list[int]] = field(default_factory=list)
+    is_waiting: bool = False
+    waits_until_s: float = 0.0
+    expected: float = 0.0
+    missing: int = 0
+    pass_s: float = 0.0  # of the round that goes on; 0: none does
+
+    def ended(self) -> None:
+        """Commit what the round emitted."""
+        agreed = [self.texts.verify(name, draft) for name, draft in zip(self.live, self.drafts, strict=True)]
+        self.patience.rounds(self.pass_s + HOST_S)
+        self.patience.judged([right for right, draft in zip(agreed, self.drafts, strict=True) if draft])
+        self.pass_s = 0.0
+        for name in [name for name in self.live if not self.texts.left(name)]:
+            self.live.remove(name)
+            self.tails.close(name)
+
+    def begin(self, now_s: float) -> None:
+        self.tails.commit(self.live)
+        self.drafter.inbox += [
+            (now_s + self.drafter.message_s, self.index + 1, frame) for frame in self.tails.outgoing(0, now_s)
+        ]
+        self.missing = len(self._look(now_s))
+        wait_s, self.expected = self.patience.bound(len(self.live), self.missing) if self.missing else (0.0, 0.0)
+        self.waits_until_s = now_s + wait_s
+
+    def waits(self, now_s: float) -> bool:
+        """Take what has come; return whether it waits on."""
+        missing = len(self._look(now_s))
+        if missing and now_s < self.waits_until_s:
+            return True
+        if self.expected:
+            self.patience.kept(self.expected, self.missing - missing)
+        return False
+
+    def _look(self, now_s: float) -> list[str]:
+        """Draft; return the requests that could have drafts and have none."""
+        self.tails.receive(self.drafter.mail(self.index + 1, now_s), now_s)
+        self.tails.tick(now_s)
+        self.patience.answers(self.tails.waits_s)
+        self.tails.waits_s.clear()
+        windows = [min(MAX_WINDOW, self.texts.left(name) - 1) for name in self.live]
+        self.drafts = self.tails.drafts(self.live, windows)
+        return [name for name, d, w in zip(self.live, self.drafts, windows, strict=True) if w and not d]
+
+
+def decoupled(setting: Setting, *, second: float, seed: int = 0) -> Played:
+    """Play a batch on all groups but the last, which drafts, or on all where another device drafts."""
+    names = [str(1000 * seed + i) for i in range(setting.batch)]
+    texts = Texts.of(names, setting.tokens, seed)
+    delay_s = message_s(setting)
+    drafter = Drafting(
+        continuer=Continuer(script(setting, texts.right, second)), step_s=setting.step_s(MAX_LANES), message_s=delay_s
+    )
+    engines, begin_s = setting.verifiers, BEGIN_S + 2 * delay_s
+    verifiers = []
+    for k in range(engines):
+        tails = Tails(k + 1, engine=f"engine {k}", num_drafters=1, window=MAX_WINDOW)
+        for name in names[k::engines]:
+            tails.open(name, (1,), texts.output[name], int(name), 1.0)
+        drafter.inbox += [(delay_s, k + 1, frame) for frame in tails.outgoing(0, 0.0)]
+        verifiers.append(Verifier(index=k, tails=tails, texts=texts, drafter=drafter, live=names[k::engines]))
+    due = [(begin_s, k) for k in range(engines)]
+    while due:
+        now_s, k = heapq.heappop(due)
+        verifier = verifiers[k]
+        drafter.until(now_s, branches=second > 0)
+        if verifier.pass_s:
+            verifier.ended()
+        if not verifier.live:
+            continue
+        if not verifier.is_waiting:
+            verifier.begin(now_s)
+        verifier.is_waiting = verifier.waits(now_s)
+        if verifier.is_waiting:
+            heapq.heappush(due, (min(verifier.waits_until_s, now_s + IDLE_S), k))
+            continue
+        rows = len(verifier.live) + sum(map(len, verifier.drafts))
+        verifier.pass_s = setting.of_group(k).pass_s(len(verifier.live), rows)
+        heapq.heappush(due, (now_s + HOST_S + verifier.pass_s, k))
+    return texts.played(setting, now_s - begin_s)
+
+
+class OnClock(InEngine):
+    """Drafts in the engine; its steps move the clock."""
+
+    def __init__(self, setting: Setting, known: Script, group: int) -> None:
+        self._script, self.pace, self.now_s = known, setting.of_group(group), 0.0
+        self._step_s = self.pace.step_s(setting.batch)
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        for depth in range(max(windows)):
+            self.now_s += self._step_s[sum(window > depth for window in windows) - 1]
+        return super().propose(sequences, windows)
+
+
+def coupled(setting: Setting, *, seed: int = 0) -> Played:
+    """Play the second batch of every group: the first tells what costs and acceptance are. The slowest group counts."""
+    worst_s = 0.0
+    both: list[Texts] = []
+    for group in range(setting.groups):
+        each = len(range(group, setting.batch, setting.groups))
+        texts = [
+            Texts.of([str(1000 * seed + 2 * setting.batch * batch + setting.groups * i + group) for i in range(each)],
+                     setting.tokens, 2 * seed + batch)
+            for batch in range(2)
+        ]  # fmt: skip
+        drafter = OnClock(setting, script(setting, texts[0].right | texts[1].right, 0.0), group)
+        config = SpeculationConfig(
+            mode="coupled", drafters=("benchmarks.dialled:InEngine",), max_window=MAX_WINDOW, draft_model=("there",)
+        )
+        speculator = Speculator(config, [drafter], clock=lambda drafter=drafter: drafter.now_s)  # type: ignore[misc]
+        for batch in texts:
+            began_s = drafter.now_s
+            _play(speculator, drafter, batch)
+        worst_s = max(worst_s, drafter.now_s - began_s)
+        both.append(texts[1])
+    merged = Texts(
+        right={}, output={n: o for t in both for n, o in t.output.items()},
+        turns=sum(t.turns for t in both), empty=sum(t.empty for t in both),
+    )  # fmt: skip
+    return merged.played(setting, worst_s)
+
+
+def _play(speculator: Speculator, drafter: OnClock, texts: Texts) -> None:
+    live = [
+        DraftSequence(request_id=name, prompt_ids=(1,), output_ids=output, seed=int(name), temperature=1.0)
+        for name, output in texts.output.items()
+    ]
+    for sequence in live:
+        speculator.open(sequence)
+    while live:
+        began_s = drafter.now_s
+        limits = [min(MAX_WINDOW, texts.left(s.request_id) - 1) for s in live]
+        decision = speculator.decide(live, limits)
+        if decision.together:
+            speculator.draft(decision.drafter, live, decision.to_draft)
+        drafts = decision.drafts
+        drafter.now_s += HOST_S + drafter.pace.pass_s(len(live), len(live) + sum(map(len, drafts)))
+        befores = [len(s.output_ids) for s in live]
+        agreed = [texts.verify(s.request_id, draft) for s, draft in zip(live, drafts, strict=True)]
+        emitted = [s.output_ids[before:] for s, before in zip(live, befores, strict=True)]
+        for s, before in zip(live, befores, strict=True):
+            del s.output_ids[before:]  # it learns before it is told
+        accepted = [draft[:k] for draft, k in zip(drafts, agreed, strict=True)]
+        speculator.learn(live, accepted, round_s=drafter.now_s - began_s)
+        for s, tokens in zip(live, emitted, strict=True):
+            s.output_ids.extend(tokens)
+        for s in [s for s in live if not texts.left(s.request_id)]:
+            live.remove(s)
+            speculator.close(s)
