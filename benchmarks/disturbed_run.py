@@ -13,10 +13,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil  # type: ignore[import-untyped]
 
@@ -50,26 +50,46 @@ class Belongings:
     """Sockets, by their inodes: another process may be given the same port later."""
 
 
+class Launcher(Protocol):
+    """A process, as `subprocess.Popen` has it."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+Launch = Callable[[Sequence[str], Mapping[str, str], Path], Launcher]
+
+
+def by_torchrun(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Launcher:
+    """Start two ranks. Args: a script and its arguments; where its words are written."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    with log.open("w") as file:
+        return subprocess.Popen(
+            [*torchrun, *command], cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+
+
 class Job:
     """One launch. Rank 0 writes ``status.json``, by which phases are recognised."""
 
-    def __init__(self, base: Path, name: str, *options: str, script: str = "launch/train_moe.py") -> None:
+    def __init__(
+        self, base: Path, name: str, *options: str, script: str = "launch/train_moe.py", launch: Launch = by_torchrun
+    ) -> None:
         self.folder = RunFolder(root=base / "runs" / name)
         self.log = base / f"{name}-{uuid.uuid4().hex[:6]}.log"
         self.belongings = Belongings()
         self._mark = uuid.uuid4().hex
         self.folder.status.unlink(missing_ok=True)
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        command = (
             *(str(ROOT / script), "quickstart_plain", "--name", name, "--output-dir", str(base / "runs")),
             *(*SHORT, *options),
-        ]
+        )
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", _MARK: self._mark}
-        environment.pop(warm_starter.NAME, None)  # its engines descend from it
-        with self.log.open("w") as log:
-            self.launcher = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
+        environment[warm_starter.NAME] = ""  # its engines descend from it
+        self.launcher = launch(command, environment, self.log)
 
     def wait_for(self, phase: str, step: int, *, timeout_s: float = 600.0) -> Status:
         """Until the run is in `phase` of RL step `step` (1 is the first) or of a later one.

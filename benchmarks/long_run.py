@@ -87,7 +87,7 @@ def run(base: Path, limit_s: float) -> RunFolder:
                     struck += due
                     killed.write_text(json.dumps(struck))
             time.sleep(LOOKS_S)
-    if job.launcher.returncode:
+    if job.launcher.poll():
         raise SystemExit(job.output()[-4000:])
     return folder
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,24 +38,11 @@ class Launcher:
         self.base = base
 
     def run(self, name: str, *options: str, script: Path = TRAIN) -> Launched:
-        """With ranks that are forked by a process that has imported what they need."""
-        command = self._command(script, name, options)
-        code, output = torchrun(2, *command, folder=self.base, WANDB_MODE="offline")
-        return Launched(self.base / "runs" / name, code, output)
-
-    def run_from_the_start(self, name: str, *options: str) -> Launched:
-        """By torchrun itself."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += self._command(TRAIN, name, options)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
-        )
-        return Launched(self.base / "runs" / name, done.returncode, done.stdout + done.stderr)
-
-    def _command(self, script: Path, name: str, options: Sequence[str]) -> list[str]:
+        """With ranks that are forked by a process that has imported what they need; in `faults/` torchrun starts."""
         where = ("--name", name, "--output-dir", str(self.base / "runs"))
-        return [str(script), "quickstart_plain", *where, *SHORT, *options]
+        command = (script, "quickstart_plain", *where, *SHORT, *options)
+        code, output = torchrun(2, *map(str, command), folder=self.base, WANDB_MODE="offline")
+        return Launched(self.base / "runs" / name, code, output)
 
 
 @pytest.fixture(scope="session")
@@ -83,4 +67,4 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def finished(launcher: Launcher) -> Launched:
     """Two steps of the quickstart, to the end."""
-    return launcher.run_from_the_start("finished", "--tracking.trace", "1")
+    return launcher.run("finished", "--tracking.trace", "1")

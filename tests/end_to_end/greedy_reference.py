@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -16,14 +17,18 @@ from transformers import AutoModelForCausalLM
 def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
     lines = [json.loads(line) for line in Path(sys.argv[2]).read_text().splitlines()][:64]
-    different = []
+    by_length = defaultdict(list)  # so that nothing is padded
     for line in lines:
-        prompt, expected = torch.tensor([line["prompt_ids"]]), line["token_ids"]
+        by_length[len(line["prompt_ids"])].append(line)
+    different = []
+    for length, some in by_length.items():
+        prompts, wanted = torch.tensor([line["prompt_ids"] for line in some]), [line["token_ids"] for line in some]
         out = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=len(expected)
+            prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=max(map(len, wanted))
         )
-        if out[0, prompt.shape[1] :].tolist() != expected:
-            different.append(line["problem"])
+        for line, tokens, expected in zip(some, out[:, length:].tolist(), wanted, strict=True):
+            if tokens[: len(expected)] != expected:
+                different.append(line["problem"])
     print(json.dumps({"prompts": len(lines), "different": different}))
 
 

@@ -11,18 +11,19 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from benchmarks.disturbed_run import ROOT, SHORT, Job, compared
+from benchmarks.disturbed_run import ROOT, SHORT, Job, Launch, by_torchrun, compared
 from specactor.data.tokenizer import VOCAB_SIZE
 from specactor.metrics import Value
 from specactor.parallel.failure import RESUME
 from specactor.rollout.warm_starter import WarmStarter
 from specactor.run_folder import RunFolder, Status
-from tests.lib.ranks import run_alone, torchrun
+from tests.lib.ranks import Launcher, run_alone, torchrun
 
 STEPS = ("--train.steps", "3", "--resume", "auto", "--tracking.wandb", "off")
 LEARNING = (
@@ -56,7 +57,8 @@ def options(base: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(warm_starter: WarmStarter, base: Path, options: list[str]) -> list[dict[str, Value]]:
-    """Its ranks and its engine are forked by processes that have imported what they need; the others' are not."""
+    """Its ranks and its engine are forked by processes that have imported what they need; torchrun starts what is
+    struck first."""
     command = ("quickstart_plain", "--name", "undisturbed", "--output-dir", str(base / "runs"), *SHORT, *options)
     code, said = torchrun(2, str(ROOT / "launch" / "train_moe.py"), *command, folder=base, WANDB_MODE="offline")
     assert code == 0, said
@@ -70,8 +72,8 @@ def undisturbed(warm_starter: WarmStarter, base: Path, options: list[str]) -> li
 def start(base: Path, options: list[str], undisturbed: list[dict[str, Value]]) -> Iterator[Start]:
     jobs: list[Job] = []
 
-    def go(name: str, *further: str) -> Job:
-        jobs.append(Job(base, name, *options, *further))
+    def go(name: str, *further: str, launch: Launch = by_torchrun) -> Job:
+        jobs.append(Job(base, name, *options, *further, launch=launch))
         return jobs[-1]
 
     yield go
@@ -151,7 +153,10 @@ def test_after_deaths_resuming_gives_the_same_metrics(
         if victim == "rank 1":
             assert job.messages() == [f"specactor: rank 0: rank 1 (process {pid}) was killed or crashed. {RESUME}"]
         assert job.left(LEFT_S) == []
-    job = start(name)
+        assert "Warning" not in job.output()
+        log = (job.folder.root / "engines" / "engine-0.log").read_text()
+        assert "forked by the warm starter" in log, "else it takes 11 s more"
+    job = start(name, launch=partial(Launcher, 2))
     strike(job, "scheduler", "rollout", 3)
     assert job.wait(RUN_S) == 0, job.output()
     assert "engine 0 had died and was started again" in job.output()

@@ -1,11 +1,12 @@
 """torchrun, with ranks that are forked by a process that has imported what they need: a core's work for six seconds.
 
-That process is Python's fork server: the first call starts it, and it ends with the tests. One run of the main job and
-the runs that are struck are started by torchrun itself.
+That process is Python's fork server: the first call starts it, and it ends with the tests. Runs that are struck are
+started by torchrun itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -33,17 +34,35 @@ def torchrun(
     Args: a module, or a script's path; its arguments; where the log is written; environment variables.
     """
     log = folder / f"torchrun-{uuid.uuid4().hex[:6]}.log"
-    command = (target, *map(str, arguments))
-    process = _FORKED.Process(target=_launch, args=(world, command, log, {**os.environ, **variables}))
-    process.start()
+    launcher = Launcher(world, (target, *map(str, arguments)), {**os.environ, **variables}, log)
+    code = -1
     try:
-        process.join(limit_s)
-        code = process.exitcode
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = launcher.wait(limit_s)
     finally:
-        if process.is_alive():
-            end_tree(process.pid or 0)
-        process.join()
-    return -1 if code is None else code, log.read_text(errors="replace")
+        if launcher.poll() is None:
+            end_tree(launcher.pid)
+            launcher.wait()
+    return code, log.read_text(errors="replace")
+
+
+class Launcher:
+    """torchrun with ranks that are forked, with methods of `subprocess.Popen`."""
+
+    def __init__(self, world: int, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self._process = _FORKED.Process(target=_launch, args=(world, tuple(command), log, dict(environment)))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return self._process.exitcode
 
 
 def run_ranks(world: int, target: str, *arguments: object, folder: Path) -> str:

@@ -32,6 +32,15 @@ LAYOUTS_2 = {
 }
 SOME_CASES = {name: ["grpo", EVERY_CASE[1 + i % 5]] for i, name in enumerate(LAYOUTS_2)}
 """By layout, in `make check`: every case is under some layout, and every layout has two."""
+PARTS = ("picked", "replay", "ownership", "critic")
+"""What else is looked at under a layout, see `layout_script`."""
+FEWER = {
+    "replay": ("PP2xVPP2", "CP2", "TP2xEP2"),
+    "ownership": ("TP2", "PP2xVPP2", "EP2", "CP2", "DP2"),
+    "critic": ("TP2", "PP2xVPP2", "EP2", "CP2"),
+}
+"""Layouts of two ranks for a part, in `make check`: every kind of parallelism is there, with `ALL_IN_ONE`. The others
+are deep."""
 LAYOUTS_4 = {
     "TP2xEP2 of 4": {"tensor": 2, "expert": 2},
     "TP2xPP2": {"tensor": 2, "expert_tensor": 2, "pipeline": 2},
@@ -50,6 +59,11 @@ CRITICS = [("DP2", "PP2"), ("EP2", "TP2xEP2")]
 OPTIMIZER_STATES = ("float32", "bfloat16", "host")
 OVERLAPPING = ("DP2", "PP2xVPP2", "EP2")
 """The last is deep."""
+
+
+def with_part(part: str) -> list[Any]:
+    """Layouts of two ranks, as parameters of a test of this part."""
+    return [pytest.param(name, marks=[] if name in FEWER[part] else [pytest.mark.deep]) for name in LAYOUTS_2]
 
 
 def has_deep(request: pytest.FixtureRequest) -> bool:
@@ -105,14 +119,15 @@ def two_ranks(
 ) -> dict[str, Any]:
     deep = has_deep(request)
     moe, folder = str(reference / "moe"), tmp_path_factory.mktemp("two")
-    spec: dict[str, Any] = {
-        name: {"check": "layout", "model": moe, "parallel": parallel, "cases": EVERY_CASE if deep else SOME_CASES[name]}
-        for name, parallel in LAYOUTS_2.items()
-    }
+    spec: dict[str, Any] = {}
+    for name, parallel in LAYOUTS_2.items():
+        parts = [part for part in PARTS if deep or name in FEWER.get(part, LAYOUTS_2)]
+        entry = {"check": "layout", "model": moe, "parallel": parallel, "parts": parts}
+        spec[name] = entry | {"cases": EVERY_CASE if deep else SOME_CASES[name]}
     spec["EP2"] |= {"more": True, "export": str(folder / "exported")}
     for model, name in product(("dense", "tied"), DENSE_2) if deep else DENSE:
         entry = {"check": "layout", "model": str(reference / model), "parallel": DENSE_2[name], "cases": FEW_CASES}
-        spec[f"{model} {name}"] = entry | {"critic": model == "dense" or deep}
+        spec[f"{model} {name}"] = entry | {"parts": ["critic"] if model == "dense" or deep else []}
     for mistake in ("no_gradient_sync", "mean_per_rank"):
         spec[mistake] = {"check": "wrong", "mistake": mistake, "model": moe}
     wrong_critic = {"check": "wrong", "mistake": "critic_per_rank", "model": moe, "parallel": LAYOUTS_2["TP2"]}
@@ -143,16 +158,17 @@ def one_rank(
     from tests.trainer.damage import damaged
 
     moe, folder = str(reference / "moe"), tmp_path_factory.mktemp("one")
-    entry = {"check": "layout", "model": moe, "cases": EVERY_CASE if has_deep(request) else FEW_CASES}
+    entry = {"check": "layout", "model": moe, "parts": ["replay", "critic"]}
+    entry["cases"] = EVERY_CASE if has_deep(request) else FEW_CASES
     tp2, ep2 = two_ranks["checkpoints"]["TP2"], two_ranks["checkpoints"]["EP2"]
     spec: dict[str, Any] = {
-        "single": entry | {"cases": EVERY_CASE, "more": True, "export": str(folder / "exported")},
+        "single": entry | {"cases": EVERY_CASE, "parts": PARTS, "more": True, "export": str(folder / "exported")},
         "recompute full": entry | {"train": {"recompute": "full"}},
         "recompute selective": entry | {"train": {"recompute": "selective"}},
         "plain optimizer": entry | {"plain_optimizer": True},
         "one micro-batch": entry | {"train": {"tokens_per_microbatch": 4096}},
-        "dense": entry | {"model": str(reference / "dense"), "cases": FEW_CASES},
-        "tied": entry | {"model": str(reference / "tied"), "cases": FEW_CASES},
+        "dense": entry | {"model": str(reference / "dense"), "cases": FEW_CASES, "parts": ["critic"]},
+        "tied": entry | {"model": str(reference / "tied"), "cases": FEW_CASES, "parts": ["critic"]},
         "rope_theta": {"check": "wrong", "mistake": "rope_theta", "model": moe},
         "TP2 -> 1": {"check": "load", "model": moe, "path": tp2},
         "errors": {"check": "errors", "model": moe, "paths": damaged(Path(tp2), folder / "damaged") | {"EP2": ep2}},
@@ -171,7 +187,13 @@ def four_ranks(
 ) -> dict[str, Any]:
     """Of the layouts that are asked for."""
     spec = {
-        name: {"check": "layout", "model": str(reference / "moe"), "parallel": parallel, "cases": FEW_CASES}
+        name: {
+            "check": "layout",
+            "model": str(reference / "moe"),
+            "parallel": parallel,
+            "cases": FEW_CASES,
+            "parts": PARTS,
+        }
         for name, parallel in LAYOUTS_4.items()
         if name == ALL_IN_ONE or has_deep(request)
     }

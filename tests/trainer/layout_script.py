@@ -106,7 +106,7 @@ def restore(trainer: PolicyTrainer, snapshot: list[torch.Tensor]) -> None:
 
 
 def check_layout(entry: dict[str, Any]) -> dict[str, Any]:
-    trainer = make(entry)
+    trainer, parts = make(entry), entry["parts"]
     folder = Path(entry["model"])
     snapshot = [p.detach().clone() for p in trainer._parameters()]
     result: dict[str, Any] = {
@@ -117,11 +117,13 @@ def check_layout(entry: dict[str, Any]) -> dict[str, Any]:
         restore(trainer, snapshot)
         use(trainer, cases.CASES[name])
         result[name] = step(trainer, cases.CASES[name].rate)
-    if folder.name == "moe":
+    if "picked" in parts:
         result["picked"] = picked(trainer, folder, entry, lambda: restore(trainer, snapshot))
+    if "replay" in parts:
         result["replay"] = replay(trainer, folder, lambda: restore(trainer, snapshot))
-    result["ownership"] = ownership(trainer, lambda: restore(trainer, snapshot))
-    if entry.get("critic", True):
+    if "ownership" in parts:
+        result["ownership"] = ownership(trainer, lambda: restore(trainer, snapshot))
+    if "critic" in parts:
         restore(trainer, snapshot)
         result["ppo"] = ppo(trainer, folder)
         result["ppo_turns"] = over_turns(trainer)

@@ -16,14 +16,35 @@ from torch import Tensor
 from specactor.errors import ConfigError
 from specactor.trainer.drafter.train import DrafterTrainer
 from specactor.trainer.drafter.updates import OPTIMIZER
+from tests.trainer.conftest import has_deep
 from tests.trainer.drafter.ranks import run_ranks
 from tests.trainer.drafter.train_cases import UPDATES, learn, trainer
+from tests.trainer.drafter.train_rank import name_of
+
+Case = tuple[int, bool]
+"""ZeRO's stage, and whether the optimizer is offloaded."""
+ZERO: list[Case] = [(1, False), (3, True)]
+FURTHER: list[Case] = [(2, True), (2, False), (3, False)]
+"""Deep."""
 
 
-def drafter_ranks(world: int, folder: Path, zero_stage: int = 0, *, offload: bool = False) -> list[dict[str, Any]]:
-    folder.mkdir()
-    run_ranks("train_rank", world, folder / "store", folder, zero_stage, offload, world=world, forked=not zero_stage)
-    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
+def trained(folder: Path, cases: list[Case], *, forked: bool) -> None:
+    """All in one start of two ranks."""
+    for stage, offload in cases:
+        (folder / name_of(stage, offload=offload)).mkdir()
+    run_ranks("train_rank", 2, folder, json.dumps(cases), forked=forked)
+
+
+def results_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(2)]
+
+
+@pytest.fixture(scope="module")
+def zero(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with what two ranks learned with ZeRO, by stage."""
+    folder, deep = tmp_path_factory.mktemp("zero"), has_deep(request)
+    trained(folder, [*ZERO, *(FURTHER if deep else [])], forked=False)
+    return folder
 
 
 def assert_same_training(results: list[dict[str, Any]], folder: Path) -> None:
@@ -64,29 +85,28 @@ def assert_divisions_are_told_apart(results: list[dict[str, Any]], stage: int) -
 
 
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    results = drafter_ranks(2, tmp_path / "two")
-    assert_same_training(results, tmp_path / "two")
+    trained(tmp_path, [(0, False)], forked=True)
+    folder = tmp_path / name_of(0, offload=False)
+    results = results_in(folder)
+    assert_same_training(results, folder)
     assert_divisions_are_told_apart(results, 0)
     assert results[0]["finite"] == results[1]["finite"] == [True, False]
     for key in ("micro_steps", "stopped", "losses"):
         assert results[0]["bounded"][key] == results[1]["bounded"][key], "ranks stop together"
     assert results[0]["bounded"]["stopped"] == "time"
-    adam = load_file(tmp_path / "two" / OPTIMIZER)
+    adam = load_file(folder / OPTIMIZER)
     assert len(adam) == 3 * len(expected_weights())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 @pytest.mark.parametrize(
-    ("stage", "offload"),
-    [
-        *((1, False), (3, True)),
-        *(pytest.param(*case, marks=pytest.mark.deep) for case in ((2, True), (2, False), (3, False))),
-    ],
+    ("stage", "offload"), [*ZERO, *(pytest.param(*case, marks=pytest.mark.deep) for case in FURTHER)]
 )
-def test_zero_trains_as_one_rank(tmp_path: Path, stage: int, offload: bool) -> None:
-    results = drafter_ranks(2, tmp_path / "zero", stage, offload=offload)
+def test_zero_trains_as_one_rank(zero: Path, stage: int, offload: bool) -> None:
+    folder = zero / name_of(stage, offload=offload)
+    results = results_in(folder)
     assert [result["offloads"] for result in results] == [offload] * 2
-    assert_same_training(results, tmp_path / "zero")
+    assert_same_training(results, folder)
     assert_divisions_are_told_apart(results, stage)
     assert results[0]["finite"] == results[1]["finite"] == [True, False], "also of what another rank has"
     if stage == 3:  # a wrong version looks at what a rank has at hand

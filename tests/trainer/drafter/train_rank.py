@@ -1,6 +1,7 @@
-"""One rank of the tests of the drafter trainer: rank, world, store file, output folder, ZeRO stage, "True" to offload.
+"""One rank of the tests of the drafter trainer: rank, world, folder, and as JSON the cases, each (stage, offload).
 
-Writes losses, counts of micro-batches under a clock that differs between ranks, and the final weights.
+Writes into a folder of each case's name losses, counts of micro-batches under a clock that differs between ranks, and
+the final weights.
 """
 
 from __future__ import annotations
@@ -91,13 +92,22 @@ def offloads(trainer: DrafterTrainer) -> bool:
     return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
 
 
-def main(rank: int, world: int, store: str, folder: Path, zero_stage: int, offload: bool) -> None:
-    if world > 1 or zero_stage:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-        )
+def main(rank: int, world: int, folder: Path, divided: list[tuple[int, bool]]) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
     torch.set_num_threads(1)
+    for zero_stage, offload in divided:
+        train(rank, world, folder / name_of(zero_stage, offload=offload), zero_stage, offload=offload)
+    dist.destroy_process_group()
+
+
+def name_of(zero_stage: int, *, offload: bool) -> str:
+    return f"{zero_stage}{'-offload' if offload else ''}"
+
+
+def train(rank: int, world: int, folder: Path, zero_stage: int, *, offload: bool) -> None:
     trainer = made(zero_stage, world, offload=offload)
     whole = said(trainer.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=UPDATES))
     weights = {name: tensor.clone() for name, tensor in trainer.named_weights()}
@@ -116,9 +126,7 @@ def main(rank: int, world: int, store: str, folder: Path, zero_stage: int, offlo
     results["finite"] = [*finite, again.is_finite()]
     results["parts_are_finite"] = all(bool(part.isfinite().all()) for part in again.model.parameters())
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]), sys.argv[6] == "True")
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4]))
