@@ -79,9 +79,10 @@ class HostCopies:
     def __init__(self) -> None:
         self._hosts: dict[tuple[int, str], Tensor] = {}
 
-    def offload(self, optimizers: Sequence[Any]) -> None:
+    def offload(self, optimizers: Sequence[Any], modules: Sequence[torch.nn.Module] = ()) -> None:
+        """Move what optimizers have, and buffers of modules."""
         hosts = {}
-        for key, tensor, put in _tensors(optimizers):
+        for key, tensor, put in _tensors(optimizers, modules):
             if tensor.device.type == "cuda":
                 host = self._hosts.get(key)
                 if host is None:
@@ -92,15 +93,20 @@ class HostCopies:
         self._hosts = hosts
         torch.cuda.synchronize()  # until then nobody may read the copies
 
-    def reload(self, optimizers: Sequence[Any], device: torch.device) -> None:
-        for key, _, put in _tensors(optimizers):
+    def reload(self, optimizers: Sequence[Any], device: torch.device, modules: Sequence[torch.nn.Module] = ()) -> None:
+        for key, _, put in _tensors(optimizers, modules):
             if key in self._hosts:
                 put(self._hosts[key].to(device, non_blocking=True))
         torch.cuda.synchronize()  # until then nobody may write the copies
 
 
-def _tensors(optimizers: Sequence[Any]) -> Iterator[tuple[tuple[int, str], Tensor, Callable[[Tensor], None]]]:
+def _tensors(
+    optimizers: Sequence[Any], modules: Sequence[torch.nn.Module]
+) -> Iterator[tuple[tuple[int, str], Tensor, Callable[[Tensor], None]]]:
     """Yield a key, the tensor, and a function that replaces it."""
+    for part in (part for module in modules for part in module.modules()):
+        for name, buffer in part.named_buffers(recurse=False):
+            yield (id(part), name), buffer, partial(setattr, part, name)
     for optimizer in optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.data.dtype == torch.float32:  # one of bfloat16 is a view of the model's own, which stays

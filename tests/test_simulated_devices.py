@@ -93,7 +93,8 @@ def test_an_optimizer_that_leaves_the_device_comes_back(found: dict[str, Any]) -
     """Twice, with a step between; who does not wait for the copies finds poison in them."""
     first, second = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     third = [value + 1 for value in second]
-    assert found["offload"] == [["cpu", first], ["cpu", second], third, [2.5] * 6]
+    back = [third, [2.5] * 6, [0.0, 1.0, 2.0, 3.0], ["cuda:0", "cuda:0", "cuda:0", "cpu"]]
+    assert found["offload"] == [["cpu", first], ["cpu", second], *back]
     assert found["poisoned"][0][1] != first
     assert found["poisoned"][2] != third
 
