@@ -41,6 +41,12 @@ class DeviceMemory:
 
     def __init__(self, collective: Collective, engines: Engines, *, is_shared: bool) -> None:
         self._collective, self._engines, self._is_shared = collective, engines, is_shared
+        self.used_bytes: dict[str, int] = {}
+        """Of the GPU at the end of each phase of `planning.memory`, with what torch keeps: nearly the most of it."""
+
+    def _ended(self, phase: str) -> None:
+        if self._is_shared:
+            self.used_bytes[phase] = in_use()
 
     def start(self, make: Callable[[], TrainerT], *, others: Sequence[tuple[str, Callable[[], None]]] = ()) -> TrainerT:
         """Wait for `others` (name, wait) and engines, which then have memory for weights; return the trainer that
@@ -56,11 +62,13 @@ class DeviceMemory:
 
     def to_trainer(self, trainer: Trainer) -> None:
         """Release all of the engines' memory, and bring gradients and optimizer back."""
+        self._ended("rollout")
         self._collective.together("release", self._engines.release_memory)
         trainer.reload()
 
     def to_weights(self, trainer: Trainer) -> None:
         """Offload gradients and optimizer, and give engines memory for weights, undefined until they are sent."""
+        self._ended("train")
         trainer.offload()
         return_unused()
         self._collective.barrier()
@@ -68,9 +76,16 @@ class DeviceMemory:
 
     def to_engines(self) -> None:
         """Give engines the rest; the trainer's parameters stay, for engines that die."""
+        self._ended("sync")
         return_unused()
         self._collective.barrier()
         self._collective.together("resume", self._engines.resume_memory)
+
+
+def in_use() -> int:
+    """Return the bytes of the current GPU that are taken, by whatever process."""
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
 
 
 class HostCopies:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from specactor import actor, measurements
+from specactor import actor, device_memory, measurements
 from specactor.actor import SpecActor
 from specactor.device_memory import DeviceMemory
 from specactor.planning.memory import PHASES, Memory, memory_of
@@ -160,6 +160,7 @@ def steps(gpu: Gpu, name: str, words: Sequence[str], monkeypatch: pytest.MonkeyP
     config, collective, saved = load([name, *words]), Alone(), list[str]()
     for where, function in ((measurements, "of_step"), (measurements, "of_environments"), (SpecActor, "of_rollout")):
         monkeypatch.setattr(where, function, lambda *_, **__: {})
+    monkeypatch.setattr(device_memory, "in_use", lambda: int(sum(gpu.used.values())))
     monkeypatch.setattr(actor.samples, "fetch", lambda batch, *_: batch)
     pool, quiet = Engines(gpu), lambda *_, **__: {}
     gpu.take("rows of rounds", "overhead")
