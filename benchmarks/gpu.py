@@ -7,7 +7,7 @@ kernels our own kernels beside the CPU's tokens, and a row's bits alone and in c
 exact   the same requests alone, in batches, in CUDA graphs and without, with drafts: tokens and log-probabilities
 rows    seconds of a round by requests and draft tokens
 speed   tokens/s with drafts of a known acceptance over plain ones, in turns
-sync    pushes of weights, beside memcpy
+sync    pushes of weights for a minute, beside memcpy; seconds and bytes of an engine's memory that is handed over
 job     a short quickstart with and without speculation: the same metrics
 
 Each stage leaves FOLDER/STAGE.json, and is not run again while that is there. On a CPU the same is done in small.
@@ -35,10 +35,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import dialled, gpu_speed
+from benchmarks import dialled, gpu_speed, gpu_sync
 from benchmarks.disturbed_run import compared
 from benchmarks.results import machine
-from benchmarks.weights_sync import measure as measure_push
 from specactor.config import EngineConfig, RolloutConfig, SpeculationConfig, TinyModelConfig
 from specactor.data.stream import request_seed
 from specactor.data.tiny_model import make_tiny_model
@@ -71,7 +70,10 @@ class Size:
     tokens: int
     """Of a response."""
     copied_bytes: int
+    synced: TinyModelConfig
+    """The model whose weights are pushed."""
     pushes: int
+    """At most."""
     job: tuple[str, ...]
     """Settings of the job, beside the quickstart's."""
     job_dtypes: tuple[str, ...] = ("float32",)
@@ -87,6 +89,7 @@ SIZES = {
         acceptances=(0.9, 0.0),
         tokens=24,
         copied_bytes=64 * MIB,
+        synced=TinyModelConfig(),
         pushes=2,
         job=("--train.steps", "2", "--rollout.max-new-tokens", "16", *SMALL_JOB),
     ),
@@ -98,7 +101,8 @@ SIZES = {
         acceptances=(0.9, 0.5, 0.0),
         tokens=256,
         copied_bytes=1024 * MIB,
-        pushes=7,
+        synced=TinyModelConfig(num_layers=2, hidden_size=2048, head_dim=128, num_experts=32, expert_size=768),
+        pushes=500,
         job_dtypes=("float32", "bfloat16"),
         job=(
             *("--train.steps", "5", "--rollout.engine.memory-fraction", "0.3"),
@@ -314,16 +318,6 @@ def rows(bench: Bench) -> Found:
     return {f"{cell.requests} x {cell.window}": 1e3 * median(seconds) for cell, seconds in found.items() if seconds}
 
 
-def sync(bench: Bench) -> Found:
-    """Return seconds and GB/s of pushes from one trainer rank into one engine, beside memcpy."""
-    bench.close()
-    options = {"world": 1, "expert": 1, "tensor": 1, "engine_tensor": 1, "bucket_bytes": 256 * MIB}
-    more = {"repetitions": bench.size.pushes, "extra_args": bench.extra_args}
-    seen = measure_push(bench.model_dir, options | more)
-    names = ("num_bytes", "seconds", "gb_per_s", "memcpy_gb_per_s")
-    return {name: seen[name] for name in names}
-
-
 def job(bench: Bench) -> Found:
     """Return seconds of a job per step with and without speculation, and the steps whose metrics differ."""
     bench.close()
@@ -369,7 +363,7 @@ STAGES: dict[str, Callable[[Bench], Found]] = {
     "exact": exact,
     "rows": rows,
     "speed": gpu_speed.speed,
-    "sync": sync,
+    "sync": gpu_sync.sync,
     "job": job,
 }
 
@@ -428,7 +422,7 @@ def verdict(found: dict[str, Found]) -> list[tuple[str, str]]:
                 for n, ways in medians.items()
             )
         elif name == "sync":
-            text = f"{median(of['gb_per_s']):.2f} GB/s, memcpy {median(of['memcpy_gb_per_s']):.2f}"
+            text = gpu_sync.told(of)
         else:
             text = ", ".join(f"{key} {value:.1f}" if isinstance(value, float) else value for key, value in of.items())
         lines.append((name, text))

@@ -134,7 +134,8 @@ _NOTES = """Milliseconds of a round by draft tokens of each request, when CUDA g
 for the mismatch instead. An engine starts in 45 to 53 s, 20 of them imports. A sync of the job's 8 MB takes 0.6 s.
 
 **Not run:** several GPUs, NCCL, TransformerEngine, other attention than Triton's (`tiles` as a kernel alone), draft
-models and heads, large vocabularies and contexts; the stage `sync` was cut after 100 s.
+models and heads, large vocabularies and contexts; the stage `sync` was cut after 100 s; since
+then it pushes a smaller model, for a minute.
 """
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 
+from benchmarks.gpu_sync import turns
 from benchmarks.recipes import sync_config
 from specactor.parallel.collective import Collective, destroy_groups, init_groups
 from specactor.parallel.devices import gpu_uuid, gpus
@@ -81,9 +83,25 @@ def engine_loads(engine: Engine, model_dir: Path, repetitions: int) -> dict[str,
     return seconds
 
 
+def handed_over(pool: EnginePool, push: Callable[[], object]) -> dict[str, dict[str, float]]:
+    """Seconds of each part of handing an engine's memory over, and GB that the device then has more."""
+    found = {}
+    parts = {"release": pool.release_memory, "resume weights": pool.resume_weights, "push": push}
+    for name, act in (parts | {"resume the rest": pool.resume_memory}).items():
+        before, start = _free_gb(), time.perf_counter()
+        act()
+        found[name] = {"seconds": time.perf_counter() - start, "gb": _free_gb() - before}
+    return found
+
+
+def _free_gb() -> float:
+    return torch.cuda.mem_get_info()[0] / 1e9 if gpus() else 0.0
+
+
 def main() -> None:
     model_dir, options = Path(sys.argv[1]), json.loads(sys.argv[2])
-    extra_args = options.pop("extra_args", {})
+    extra_args, pushes_alone = options.pop("extra_args", {}), options.pop("pushes_alone", False)
+    limit_s = options.pop("limit_s", math.inf)
     config = sync_config(str(model_dir), **options)
     layout = check(config, options["world"], ModelShape.read(model_dir))
     init_groups(layout, config.parallel, seed=0, local_rank=int(os.environ["LOCAL_RANK"]))
@@ -98,6 +116,7 @@ def main() -> None:
             devices=tuple(gpu_uuid(i) if gpus() else i for i in range(options["engine_tensor"])),
             config=dataclasses.replace(config.rollout.engine, extra_args=extra_args),
             context_length=512,
+            awaits_weights=pushes_alone,
             log_file=str(model_dir.parent / "engine.log"),
         )
     ]
@@ -115,14 +134,14 @@ def main() -> None:
         before = private_bytes("Rss")
         reset_peak()
         rates, computed = [], 0.0
-        for repetition in range(options["repetitions"]):
+        for repetition in turns(options["repetitions"], limit_s, collective.any):
             collective.barrier()
             start = processor_s(pids)
             reports.append(sender.push(source, pool.engines, version=3 + repetition))
             computed += processor_s(pids) - start
             rates.append(memcpy.gb_per_s())  # in turns: what else the machine does slows both
         extra = peak_rss() - before
-        for _ in range(options["repetitions"]):
+        for _ in range(0 if pushes_alone else options["repetitions"]):
             collective.barrier()
             start = time.perf_counter()
             num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in trainer.named_weights())
@@ -140,8 +159,13 @@ def main() -> None:
                 "memcpy_gb_per_s": rates,
                 "first_s": first.seconds,
                 "processor_s_per_gb": all_computed / len(reports) / reports[0].num_bytes * 1e9,
-                **engine_loads(pool.engines[0], model_dir, options["repetitions"]),
+                "through_host": first.through_host,
             }
+            if not pushes_alone:
+                seen |= engine_loads(pool.engines[0], model_dir, options["repetitions"])
+            elif collective.world == 1:
+                last = 3 + len(reports)
+                seen["handed_over"] = handed_over(pool, lambda: sender.push(source, pool.engines, version=last))
             print("RESULT " + json.dumps(seen), flush=True)
         sender.close()
     destroy_groups()

@@ -41,6 +41,12 @@ class DeviceMemory:
 
     def __init__(self, collective: Collective, engines: Engines, *, is_shared: bool) -> None:
         self._collective, self._engines, self._is_shared = collective, engines, is_shared
+        self.used_bytes: dict[str, int] = {}
+        """Of the GPU at the end of each phase of `planning.memory`, with what torch keeps: nearly the most of it."""
+
+    def _ended(self, phase: str) -> None:
+        if self._is_shared:
+            self.used_bytes[phase] = in_use()
 
     def start(self, make: Callable[[], TrainerT], *, others: Sequence[tuple[str, Callable[[], None]]] = ()) -> TrainerT:
         """Wait for `others` (name, wait) and engines, which then have memory for weights; return the trainer that
@@ -56,11 +62,13 @@ class DeviceMemory:
 
     def to_trainer(self, trainer: Trainer) -> None:
         """Release all of the engines' memory, and bring gradients and optimizer back."""
+        self._ended("rollout")
         self._collective.together("release", self._engines.release_memory)
         trainer.reload()
 
     def to_weights(self, trainer: Trainer) -> None:
         """Offload gradients and optimizer, and give engines memory for weights, undefined until they are sent."""
+        self._ended("train")
         trainer.offload()
         return_unused()
         self._collective.barrier()
@@ -68,9 +76,16 @@ class DeviceMemory:
 
     def to_engines(self) -> None:
         """Give engines the rest; the trainer's parameters stay, for engines that die."""
+        self._ended("sync")
         return_unused()
         self._collective.barrier()
         self._collective.together("resume", self._engines.resume_memory)
+
+
+def in_use() -> int:
+    """Return the bytes of the current GPU that are taken, by whatever process."""
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
 
 
 class HostCopies:
@@ -79,9 +94,10 @@ class HostCopies:
     def __init__(self) -> None:
         self._hosts: dict[tuple[int, str], Tensor] = {}
 
-    def offload(self, optimizers: Sequence[Any]) -> None:
+    def offload(self, optimizers: Sequence[Any], modules: Sequence[torch.nn.Module] = ()) -> None:
+        """Move what optimizers have, and buffers of modules."""
         hosts = {}
-        for key, tensor, put in _tensors(optimizers):
+        for key, tensor, put in _tensors(optimizers, modules):
             if tensor.device.type == "cuda":
                 host = self._hosts.get(key)
                 if host is None:
@@ -92,15 +108,20 @@ class HostCopies:
         self._hosts = hosts
         torch.cuda.synchronize()  # until then nobody may read the copies
 
-    def reload(self, optimizers: Sequence[Any], device: torch.device) -> None:
-        for key, _, put in _tensors(optimizers):
+    def reload(self, optimizers: Sequence[Any], device: torch.device, modules: Sequence[torch.nn.Module] = ()) -> None:
+        for key, _, put in _tensors(optimizers, modules):
             if key in self._hosts:
                 put(self._hosts[key].to(device, non_blocking=True))
         torch.cuda.synchronize()  # until then nobody may write the copies
 
 
-def _tensors(optimizers: Sequence[Any]) -> Iterator[tuple[tuple[int, str], Tensor, Callable[[Tensor], None]]]:
+def _tensors(
+    optimizers: Sequence[Any], modules: Sequence[torch.nn.Module]
+) -> Iterator[tuple[tuple[int, str], Tensor, Callable[[Tensor], None]]]:
     """Yield a key, the tensor, and a function that replaces it."""
+    for part in (part for module in modules for part in module.modules()):
+        for name, buffer in part.named_buffers(recurse=False):
+            yield (id(part), name), buffer, partial(setattr, part, name)
     for optimizer in optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.data.dtype == torch.float32:  # one of bfloat16 is a view of the model's own, which stays

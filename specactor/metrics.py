@@ -85,6 +85,10 @@ METRICS: dict[str, str] = {
     "sync/buckets": "buckets sent",
     "memory/rank_rss_bytes": "resident memory of the largest trainer rank",
     "memory/engine_rss_bytes": "resident memory of all engine processes of the job",
+    "memory/gpu_rollout_bytes": "bytes in use on the fullest GPU at the end of generation (as the next two: only with "
+    "GPUs; specactor plan predicts them)",
+    "memory/gpu_train_bytes": "at the end of training and refreshing, with what torch keeps",
+    "memory/gpu_sync_bytes": "at the end of the weight sync",
     "memory/record_bytes": "bytes of the step's record on disk; 0 with tracking.record off",
 }
 

@@ -391,9 +391,11 @@ def _log(actor: SpecActor, tracker: Tracker | None, step: int, metrics: dict[str
     pids = [engine.pid for engine in actor.pool.engines if engine.alive]
     engines = sum(rss_bytes(pid, children=True) - rss_bytes(pid) for pid in pids)
     memory = actor.collective.gather((rss_bytes(), engines), tuple[int, int])
+    used = actor.collective.gather(actor.devices.used_bytes, dict[str, int])
     metrics |= measurements.of_time(metrics, actor.progress.seconds())
     metrics["memory/rank_rss_bytes"] = max(rank for rank, _ in memory)
     metrics["memory/engine_rss_bytes"] = sum(of_engines for _, of_engines in memory)
+    metrics |= {f"memory/gpu_{phase}_bytes": max(of[phase] for of in used) for phase in used[0]}
     if tracker is not None:
         metrics |= {"memory/record_bytes": actor.recorder.written_bytes} if "time/record_s" in metrics else {}
         problems = actor.progress.problems.items()

@@ -7,7 +7,9 @@ from typing import TypeVar
 
 import pytest
 
+from specactor import device_memory
 from specactor.device_memory import DeviceMemory
+from specactor.planning.memory import PHASES
 
 T = TypeVar("T")
 CAPACITY, STATIC = 80.0, 0.8
@@ -93,6 +95,11 @@ class Alone:
         pass
 
 
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "in_use", lambda: 0)
+
+
 def memory(gpu: Gpu, *, is_shared: bool = True) -> DeviceMemory:
     return DeviceMemory(Alone(), Engine(gpu), is_shared=is_shared)  # type: ignore[arg-type]
 
@@ -114,6 +121,24 @@ def test_engines_start_alone_and_give_way_to_the_trainer() -> None:
         devices.to_trainer(trainer)
         devices.to_weights(trainer)
         assert gpu.events == ["-weights", "-caches", "+learning", "-learning", "+weights"]
+
+
+def test_what_is_in_use_is_looked_at_while_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of each phase, before anything is given back."""
+    gpu = Gpu()
+    monkeypatch.setattr(device_memory, "in_use", lambda: round(CAPACITY - gpu.free))
+    devices = memory(gpu)
+    trainer = devices.start(lambda: Trainer(gpu))
+    devices.to_engines()
+    devices.to_trainer(trainer)
+    gpu.take("activations", 5.0)
+    devices.to_weights(trainer)
+    gpu.give("activations")
+    gpu.take("buckets", 2.0)
+    devices.to_engines()
+    used = {"rollout": STATIC * CAPACITY + POLICY, "train": POLICY + LEARNING + 5, "sync": POLICY + WEIGHTS + 2}
+    assert devices.used_bytes == used
+    assert set(used) == set(PHASES), "those that are predicted"
 
 
 @pytest.mark.parametrize("wrong", ["the trainer is made first", "it keeps its optimizer", "engines keep theirs"])

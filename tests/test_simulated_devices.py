@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import specactor
 from tests.lib import simulated_cuda
 from tests.lib.scripts import found_by
 
@@ -31,6 +33,16 @@ def test_a_round_on_a_device_is_the_same_and_reads_its_samples_alone(found: dict
     assert [len(path) for path in paths] == [2, 3, 1, 2], "a branch, a whole chain, nothing, the first of a chain"
     assert paths[0] != [0, 1]
     assert found["reads of ten rounds"] == 10
+
+
+def test_nothing_of_ours_makes_a_second_stream() -> None:
+    """The pretended devices have one: what another stream has not waited for would not be seen."""
+    package = Path(specactor.__file__).parent
+    sources = {f"{file.relative_to(package)}": file.read_text() for file in package.rglob("*.py")}
+    sources.pop("cpu/megatron.py")  # Megatron's, on CPUs
+    made = re.compile(r"\b(?:cuda\.(?:Stream|Event|stream|ExternalStream)|wait_stream|record_stream)\b")
+    assert made.search("torch.cuda.Stream()")
+    assert [name for name, text in sources.items() if made.search(text)] == []
 
 
 def test_what_learns_on_a_device_is_made_there(found: dict[str, Any]) -> None:
@@ -96,7 +108,8 @@ def test_an_optimizer_that_leaves_the_device_comes_back(found: dict[str, Any]) -
     """Twice, with a step between; who does not wait for the copies finds poison in them."""
     first, second = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     third = [value + 1 for value in second]
-    assert found["offload"] == [["cpu", first], ["cpu", second], third, [2.5] * 6]
+    back = [third, [2.5] * 6, [0.0, 1.0, 2.0, 3.0], ["cuda:0", "cuda:0", "cuda:0", "cpu"]]
+    assert found["offload"] == [["cpu", first], ["cpu", second], *back]
     assert found["poisoned"][0][1] != first
     assert found["poisoned"][2] != third
 

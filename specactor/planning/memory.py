@@ -29,6 +29,7 @@ MAIN_WEIGHT_BYTES = 4  # beside parameters that are not float32 themselves
 LOGIT_BYTES = 10  # of one logit of a micro-batch: in bfloat16, in float32 for the loss, and its gradient
 LAYER_BYTES = 34  # per token and channel of a layer, fused attention: arXiv 2205.05198, table 2
 TRITON_PART = 256  # keys whose share of the attention is computed at once, in deterministic engines
+DRAFT_BYTES = 12  # of a draft model's weight that learns, and its moments; a refresh keeps copies of them
 OVERHEAD_BYTES = 3e9  # of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed
 ESTIMATED = ("activations", "logits", "overhead")  # rows that no line of code allocates as they stand here
 
@@ -83,9 +84,10 @@ def of_job(
     shape: TransformerShape,
     device_bytes: float,
     drafts: Sequence[TransformerShape] = (),
+    learns: TransformerShape | None = None,
 ) -> Memory:
     """Return the memory of a device with a trainer rank and an engine rank; `drafts` draft in every engine, beside the
-    policy's MTP layer."""
+    policy's MTP layer, and the draft model `learns` on every rank."""
     width = BYTES[config.model.dtype]
     dense, experts = parameters(shape, layout)
     held = dense + experts
@@ -111,6 +113,8 @@ def of_job(
     if config.algorithm.advantage == "gae":
         # Its weights leave the device, too. Too much is counted: all of an output layer, and an MTP layer.
         rows["critic"] = dict(rows["optimizer"]) | {"train": (width + GRADIENT_BYTES) * held + optimizer}
+    if learns is not None:
+        rows["draft model, trainer"] = _of_draft_training(config, layout, learns)
     mtp = shape.mtp_layers if config.rollout.speculation.uses_mtp else 0
     if drafts or mtp:
         # Their keys and values are in the same pool (`draft_runner`); weights are there before the pool is made.
@@ -128,6 +132,15 @@ def of_job(
     return Memory(rows=rows, device_bytes=device_bytes)
 
 
+def _of_draft_training(config: Config, layout: Layout, draft: TransformerShape) -> dict[Phase, float]:
+    """Its micro-batches take what those of the policy took before."""
+    gradients = 2 * GRADIENT_BYTES if layout.world > 1 else GRADIENT_BYTES  # DDP has its own beside them
+    if config.distillation.zero_stage:  # DeepSpeed's memory is not handed over; at most:
+        state = 0 if config.distillation.offload else DRAFT_BYTES / layout.world
+        return dict.fromkeys(PHASES, (BYTES["float32"] + GRADIENT_BYTES + state) * draft.params)
+    return {"train": (2 * DRAFT_BYTES + gradients) * draft.params}
+
+
 def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
     """Return the memory of a host with so many `devices`. Raises as `memory_of`."""
     layout, shape = _layout(config, ranks)
@@ -142,6 +155,7 @@ def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
         "optimizer": dict.fromkeys(PHASES, optimizer) if width < 4 else {},
         "gradients": dict.fromkeys(PHASES, gradients) if on_host else {},
         "reference": dict.fromkeys(PHASES, width * held * hosted) if config.algorithm.kl_coef else {},
+        "draft model, trainer": _on_hosts(config, shape, hosted),
         "buckets": dict.fromkeys(PHASES, 2.0 * config.weights_sync.bucket_bytes * hosted),
         # What its ranks hand over and, as mirrors, what other hosts do; in a first push what is kept of that. Where
         # there is no room for it, weights go through the buckets alone.
@@ -150,6 +164,15 @@ def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
         "checkpoint": {"train": learning * (ADAM_BYTES["float32"] + MAIN_WEIGHT_BYTES) * saved},
     }
     return Memory(rows={name: row for name, row in rows.items() if row}, device_bytes=math.inf)
+
+
+def _on_hosts(config: Config, policy: TransformerShape, hosted: int) -> dict[Phase, float]:
+    """Of every rank's draft model, in locked memory, which is kept."""
+    learns = _learns(config, policy)
+    if learns is None or (config.distillation.zero_stage and not config.distillation.offload):
+        return {}
+    divided = DRAFT_BYTES * learns.params
+    return dict.fromkeys(PHASES, divided if config.distillation.zero_stage else divided * hosted)
 
 
 def optimizer_bytes(config: Config, shape: TransformerShape, layout: Layout) -> float:
@@ -189,11 +212,17 @@ def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
     layout, shape = _layout(config, ranks)
     speculation = config.rollout.speculation
     held = speculation.in_engines.values() if speculation.mode != "off" else ()
-    drafts = [
-        _made(shape, name) if name in MADE_BY_WARM_UP else named_shape(name, "rollout.speculation.draft_model")
-        for name in held
-    ]
-    return of_job(config, layout, shape, device_bytes, drafts)
+    drafts = [_draft(shape, name) for name in held]
+    return of_job(config, layout, shape, device_bytes, drafts, _learns(config, shape))
+
+
+def _learns(config: Config, policy: TransformerShape) -> TransformerShape | None:
+    name = config.rollout.speculation.first_draft_model
+    return _draft(policy, name) if name and config.distillation.refresh else None
+
+
+def _draft(policy: TransformerShape, name: str) -> TransformerShape:
+    return _made(policy, name) if name in MADE_BY_WARM_UP else named_shape(name, "rollout.speculation.draft_model")
 
 
 def _layout(config: Config, ranks: int) -> tuple[Layout, TransformerShape]:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from specactor.config.rollout import guarantee
 from specactor.errors import CheckpointError, PeerFailedError
 from specactor.parallel.collective import Collective
 
@@ -152,15 +153,16 @@ def _checkpoints(root: Path) -> list[Path]:
 def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
     from specactor.trainer import optimizer  # Megatron, which who only looks for checkpoints does without
 
-    hf = trainer.policy.bridge.hf_config
+    hf, engine, dtype = trainer.policy.bridge.hf_config, trainer.config.rollout.engine, trainer.config.model.dtype
     return {
         "layout": asdict(trainer.layout),
         "virtual_pipeline": trainer.config.parallel.virtual_pipeline,
-        "model": {name: getattr(hf, name, None) for name in _MODEL_FIELDS} | {"dtype": trainer.config.model.dtype},
+        "model": {name: getattr(hf, name, None) for name in _MODEL_FIELDS} | {"dtype": dtype},
         "distributed_optimizer": optimizer.DISTRIBUTED,
         "optimizer_state": trainer.config.train.optimizer_state,
         "critic": trainer.critic is not None,
-        "attention": trainer.config.rollout.engine.attention,
+        "attention": engine.attention,
+        "arithmetic": guarantee(engine, gpu=trainer.device.type == "cuda", dtype=dtype).arithmetic,
     }
 
 
@@ -224,6 +226,13 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
             f"{path}: was saved with {kept or 'no attention backend'} in rollout.engine.extra_args, expected "
             f"{now['attention'] or 'none'}: the tokens would be those of two runs, since attention backends "
             "round differently. Go on with the one it was saved with, or train its exported model in a new run."
+        )
+    engines = saved.get("arithmetic", now["arithmetic"])  # the device decides where no backend was named
+    if engines != now["arithmetic"]:
+        raise CheckpointError(
+            f"{path}: was saved with attention by {engines}, expected {now['arithmetic']}: the tokens would be "
+            "those of two runs, since each rounds differently. Go on where it was saved, on CPUs or on GPUs, or "
+            "train its exported model in a new run."
         )
 
 

@@ -8,20 +8,51 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_sync
+from benchmarks.gpu_sync import turns
 
 EQUAL = {"responses": 8, "tokens": 160, "differ": 0, "bits": 0}
 
 
 @pytest.mark.deep
 @pytest.mark.processes
-def test_all_stages_go_through_without_a_gpu(tmp_path: Path) -> None:
+def test_all_stages_go_through_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sync, "LIMIT_S", 0.0)
     assert gpu.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
     found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in gpu.STAGES}
     assert found["exact"]["acceptance 0.9, window 4"]["accepted"] > found["exact"]["acceptance 0, window 4"]["accepted"]
     assert {"1 x 0", "8 x 4"} <= set(found["rows"])
     assert found["job"]["float32"]["steps"] == 2
     assert {"1", "3", "8"} == set(found["speed"]["rates"])
+    sync = found["sync"]
+    assert set(sync) == set(gpu_sync.FIGURES)
+    assert len(sync["seconds"]) == len(sync["memcpy_gb_per_s"]) == 1, "its time was over after the first push"
+    assert list(sync["handed_over"]) == ["release", "resume weights", "push", "resume the rest"]
+
+
+def test_pushes_end_with_their_time_whatever_they_take() -> None:
+    """Ranks stop at the same push: each asks all of them before it."""
+    asked: list[bool] = []
+
+    def is_over(here: bool) -> bool:
+        asked.append(here)
+        return here or len(asked) == 4
+
+    assert list(turns(500, 1e9, is_over)) == [0, 1, 2, 3], "another rank's time is over"
+    assert asked == [False] * 4
+    assert list(turns(500, 0.0, is_over)) == [0], "one is measured in any case"
+    assert list(turns(3, 1e9, lambda here: here)) == [0, 1, 2]
+
+
+def test_the_line_of_a_sync_has_every_figure() -> None:
+    of = {"seconds": 0.25, "gb": 12.5}
+    found = {"seconds": [0.1, 0.2, 0.3], "gb_per_s": [13.0, 12.0, 11.0], "memcpy_gb_per_s": [900.0, 901.0, 902.0]}
+    found |= {"first_s": 3.5, "extra_bytes": [2**21], "through_host": "", "handed_over": {"release": of}}
+    assert gpu.verdict({"sync": found}) == [
+        ("sync", "3 pushes: 12.00 GB/s, memcpy 901.00, first 3.50 s, 2 MiB more; release 0.25 s +12.5 GB")
+    ]
+    [(_, text)] = gpu.verdict({"sync": found | {"through_host": "expandable segments"}})
+    assert "12.00 GB/s through host memory (expandable segments)" in text
 
 
 @pytest.mark.processes

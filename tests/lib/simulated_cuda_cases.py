@@ -124,6 +124,8 @@ def away_and_back(device: str, *, waits: bool) -> list[Any]:
         param_groups=[{"params": [parameter, Parameter(of_the_model)]}],
         state={parameter: {"exp_avg": torch.full((6,), 2.5).to(device), "step": torch.tensor(3.0)}},
     )
+    module = torch.nn.Sequential(torch.nn.Module())
+    module[0].register_buffer("embedding", torch.arange(4.0).to(device))
     copies = HostCopies()
     seen: list[Any] = []
     right = torch.cuda.synchronize
@@ -131,14 +133,17 @@ def away_and_back(device: str, *, waits: bool) -> list[Any]:
         torch.cuda.synchronize = lambda *_: None
     try:
         for _ in range(2):
-            copies.offload([inner])
+            copies.offload([inner], [module])
             seen.append([parameter.data.device.type, parameter.data.tolist()])
+            assert module[0].embedding.device.type == "cpu"
             assert inner.param_groups[0]["params"][1].data is of_the_model, "updates would not reach the model"
-            copies.reload([inner], torch.device(device))
+            copies.reload([inner], torch.device(device), [module])
             parameter.data = parameter.data + 1
     finally:
         torch.cuda.synchronize = right
-    return [*seen, parameter.data.cpu().tolist(), inner.state[parameter]["exp_avg"].cpu().tolist()]
+    state = inner.state[parameter]
+    back = [parameter.data, state["exp_avg"], module[0].embedding]
+    return [*seen, *(x.cpu().tolist() for x in back), [str(x.device) for x in (*back, state["step"])]]
 
 
 class Group:

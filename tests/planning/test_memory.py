@@ -121,7 +121,7 @@ def test_shipped_recipes_fit_the_devices_that_they_name(recipe: str) -> None:
 )
 def test_where_the_optimizer_is_decides_what_fits(state: str, device_bytes: int, host_bytes: int) -> None:
     """Bytes per parameter of the experts, of which 8 devices have one copy; on the host Adam has gradients, too."""
-    config = load(["qwen3_30b_a3b_node", "--train.optimizer-state", state])
+    config = load(["qwen3_30b_a3b_node", "--train.optimizer-state", state, "--distillation.refresh", "0"])
     of_devices, of_host = memory_of(config, 8, H100), host_memory_of(config, 8, 8)
     assert of_devices.rows["optimizer"]["train"] == pytest.approx(device_bytes * MOE.params / 8, rel=0.02)
     on_host = sum(of_host.rows[name]["train"] for name in ("optimizer", "gradients") if name in of_host.rows)
@@ -155,7 +155,7 @@ def test_one_node_differs_from_eight_in_what_it_must() -> None:
 
 
 def on_eight() -> Config:
-    config = load(["qwen3_30b_a3b"])
+    config = load(["qwen3_30b_a3b", "--distillation.refresh", "0"])
     return replace(config, parallel=replace(config.parallel, engines=2))
 
 
@@ -175,8 +175,33 @@ def test_plan_prints_a_recipes_memory(capsys: pytest.CaptureFixture[str]) -> Non
     assert "optimizer" in said
     assert "GB in the memory of a host with 8" in said
     assert "It fits in 141 GB; activations, logits, overhead are estimates." in said
-    show_memory(["qwen3_30b_a3b", "--devices", "8", "--parallel.engines", "2"], Console(width=100))
+    words = ["qwen3_30b_a3b", "--devices", "8", "--parallel.engines", "2"]
+    show_memory([*words, "--distillation.refresh", "0"], Console(width=100))
     assert "It does not fit in 80 GB" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"^parallel: got .91 GB per device in phase train"):
+        show_memory(words, Console(width=100))
+    assert "draft model, trainer" in capsys.readouterr().out, "the table is printed before it is refused"
+
+
+def test_a_draft_model_that_learns_is_counted() -> None:
+    """Float32 weights and moments, twice, since a refresh may be taken back; its gradients, and DDP's. DeepSpeed keeps
+    what it has while engines generate."""
+    size = SHAPES["Qwen3-0.6B"].params
+
+    def row(*words: str) -> Mapping[Phase, float]:
+        return memory_of(load(["qwen3_8b", *words]), 8, H100).rows.get("draft model, trainer", {})
+
+    assert row() == {"train": 32 * size}
+    assert row("--distillation.refresh", "0") == {}
+    assert row("--distillation.zero", "2") == dict.fromkeys(PHASES, pytest.approx(9.5 * size))
+    assert row("--distillation.zero", "2_offload") == dict.fromkeys(PHASES, 8 * size)
+    on_host = {
+        zero: host_memory_of(load(["qwen3_8b", "--distillation.zero", zero]), 16, 8).rows.get("draft model, trainer")
+        for zero in ("off", "2", "2_offload")
+    }
+    assert on_host["off"] == dict.fromkeys(PHASES, 8 * 12 * size), "locked memory of 8 ranks"
+    assert on_host["2"] is None
+    assert on_host["2_offload"] is not None
 
 
 def test_a_head_is_counted_with_what_it_reads() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specactor.config import EngineConfig
+from specactor.config.rollout import guarantee
+from specactor.errors import CheckpointError
 from specactor.trainer import checkpoint
 
 SAVED = ["save TP2", "save EP2", "save PP2xVPP2", "save DP2"]
@@ -85,6 +89,18 @@ def test_another_kind_of_optimizer_is_an_error(one_rank: dict[str, Any]) -> None
 def test_another_attention_backend_is_an_error(one_rank: dict[str, Any]) -> None:
     said = one_rank["other attention"]["error"]
     assert "no attention backend in rollout.engine.extra_args, expected {'attention_backend': 'tiles'}" in said
+
+
+def test_a_run_keeps_the_arithmetic_of_its_attention(two_ranks: dict[str, Any], tmp_path: Path) -> None:
+    """Where no backend is named, a GPU's is another one than a CPU's."""
+    saved = json.loads((Path(two_ranks["checkpoints"]["TP2"]) / "state.json").read_text())
+    assert saved["arithmetic"] == "rows"
+    checkpoint._check_identity(saved, saved, tmp_path)
+    older = {name: value for name, value in saved.items() if name != "arithmetic"}
+    checkpoint._check_identity(older, saved, tmp_path)
+    on_gpu = saved | {"arithmetic": guarantee(EngineConfig(), gpu=True, dtype="float32").arithmetic}
+    with pytest.raises(CheckpointError, match="was saved with attention by rows, expected SGLang's own kernel: the"):
+        checkpoint._check_identity(saved, on_gpu, tmp_path)
 
 
 def test_only_the_newest_are_kept_and_unfinished_ones_removed(one_rank: dict[str, Any]) -> None:

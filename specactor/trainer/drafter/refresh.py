@@ -97,6 +97,7 @@ class Distillation:
         self.recorder = recorder_of(model.layers_learned if isinstance(model, Head) else ())
         kind = HeadTrainer if isinstance(model, Head) else DrafterTrainer
         self.drafter = kind(self.config, model, seed=config.seed, group=group)
+        self.drafter.offload()
         self._sender = DraftSender(getattr(torch, config.model.dtype))
 
     def refresh(
@@ -181,10 +182,12 @@ class Distillation:
         folder = checkpoint / FOLDER
         if self._collective.any(not folder.is_dir()):
             self._note(f"{checkpoint} holds no draft model: it starts from {self._folder}")
-        elif self.config.zero_stage:
-            self.drafter.load(folder)
         else:
-            self._collective.together("checkpoint", lambda: self.drafter.load(folder))
+            with self._on_device():
+                if self.config.zero_stage:
+                    self.drafter.load(folder)
+                else:
+                    self._collective.together("checkpoint", lambda: self.drafter.load(folder))
 
     def state(self) -> dict[str, Any]:
         return asdict(self._account)
@@ -239,7 +242,8 @@ class Distillation:
         """Return (statistics, whether it failed)."""
         tokens = self.drafter.tokens_per_update
         try:
-            stats = self.drafter.refresh(limit_s=limit_s, clock=self._clock)
+            with self._on_device():
+                stats = self.drafter.refresh(limit_s=limit_s, clock=self._clock)
         except SpecActorError as error:  # on every rank alike, since what went wrong is a sum over ranks
             self._note(str(error))
             return None, True
@@ -250,6 +254,15 @@ class Distillation:
                 "distillation.refresh."
             )
         return stats, False
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Have the draft model where it learns; else engines have that memory."""
+        self.drafter.reload()
+        try:
+            yield
+        finally:
+            self.drafter.offload()
 
     def _is_sound(self) -> bool:
         """Return whether weights are finite. Collective."""

@@ -108,6 +108,14 @@ class DrafterTrainer:
         # eval: dropout would draw from the process's random state
         self._updater = make_updater(model.eval(), config, group, self.device)
 
+    def offload(self) -> None:
+        """Free a GPU's memory; weights can be read in host memory."""
+        self._updater.offload()
+
+    def reload(self) -> None:
+        """Take it again, to learn or to load."""
+        self._updater.reload()
+
     def refresh(
         self,
         *,

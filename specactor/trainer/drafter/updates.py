@@ -3,6 +3,7 @@ ranks and clip the global norm."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import math
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from specactor.config import DistillationConfig
+from specactor.device_memory import HostCopies
 from specactor.errors import CheckpointError, ConfigError, SpecActorError
 
 ADAM_BETAS = (0.9, 0.98)  # of AdamW; a shorter memory than usual, since the policy that is followed moves on
@@ -37,12 +39,10 @@ class PlainUpdater:
     can_abandon = True  # whether the clock is looked at between micro-batches, or between updates
 
     def __init__(self, model: nn.Module, config: DistillationConfig, group: dist.ProcessGroup | None) -> None:
-        self._model = model
-        self.replica: nn.Module = model
-        """Called in forward passes whose gradients are to be reduced."""
-        if group is not None and group.size() > 1:
-            # its buffers never change
-            self.replica = DistributedDataParallel(model, process_group=group, forward_sync_buffers=False)
+        self._model, self._group = model, group
+        self.device = next(model.parameters()).device
+        self._copies = HostCopies()
+        self._replica: nn.Module | None = None
         self._parameters = dict(model.named_parameters())
         self._adam = torch.optim.AdamW(
             list(self._parameters.values()),
@@ -50,6 +50,33 @@ class PlainUpdater:
             betas=ADAM_BETAS,
             weight_decay=0.0,
         )
+        _ = self.replica
+
+    @property
+    def replica(self) -> nn.Module:
+        """Return what is called in forward passes whose gradients are to be reduced. Collective where it is new."""
+        if self._replica is None:
+            self._replica = self._model
+            if self._group is not None and self._group.size() > 1:
+                # its buffers never change
+                self._replica = DistributedDataParallel(
+                    self._model, process_group=self._group, forward_sync_buffers=False
+                )
+        return self._replica
+
+    def offload(self) -> None:
+        """Free a GPU's memory: of weights, moments, buffers, and of what DDP keeps for gradients."""
+        if self.device.type == "cuda":
+            self.forget_replica()
+            self._copies.offload([self._adam], [self._model])
+
+    def forget_replica(self) -> None:
+        self._replica = None
+        gc.collect()  # or its hooks would reduce gradients beside those of the next
+
+    def reload(self) -> None:
+        if self.device.type == "cuda":
+            self._copies.reload([self._adam], self.device, [self._model])
 
     def micro_step(self, last: bool) -> AbstractContextManager[Any]:
         """Enclose forward and backward pass of a micro-batch; gradients are reduced in the last of an update."""
@@ -114,7 +141,7 @@ class PlainUpdater:
     def save(self, folder: Path) -> None:
         from safetensors.torch import save_file
 
-        if not isinstance(self.replica, DistributedDataParallel) or dist.get_rank() == 0:
+        if self._group is None or self._group.size() == 1 or dist.get_rank() == 0:
             state = self.optimizer_state()
             save_file({name: value.cpu().contiguous() for name, value in state.items()}, folder / OPTIMIZER)
 
@@ -147,6 +174,11 @@ class ZeroUpdater:
             config=zero_config(config),
             dist_init_required=False,
         )
+
+    def offload(self) -> None:
+        """Nothing: DeepSpeed's memory is its own."""
+
+    def reload(self) -> None: ...
 
     def micro_step(self, last: bool) -> AbstractContextManager[Any]:
         self._engine.set_gradient_accumulation_boundary(last)

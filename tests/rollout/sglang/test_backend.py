@@ -6,6 +6,7 @@ import runpy
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.cpu import sglang as cpu
 from specactor.rollout.sglang.backend import server_args
+from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.sglang.engine_protocol import EngineSpec
 from specactor.rollout.sglang.gpu import graph_sizes
 from tests.lib.scripts import found_by
@@ -113,6 +115,14 @@ def test_memory_is_released_and_resumed_once(on_hopper: dict[str, Any]) -> None:
     """In stages too: the weights come back first, and go again alone where the rest has not come back."""
     all_kinds, rest = ["cuda_graph", "kv_cache", "weights"], ["cuda_graph", "kv_cache"]
     assert on_hopper["memory"] == [[], all_kinds, all_kinds, rest, rest, all_kinds, rest, [], []]
+
+
+def test_an_engine_is_idle_before_its_memory_goes() -> None:
+    """SGLang's scheduler asserts it, and dies."""
+    done: list[str] = []
+    engine: Any = SimpleNamespace(flush=lambda: done.append("flush"), _do=lambda command: done.append(command.verb))
+    Engine.release_memory(engine)
+    assert done == ["flush", "release_memory"]
 
 
 def test_an_engines_environment_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

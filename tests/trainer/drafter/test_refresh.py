@@ -23,7 +23,9 @@ from specactor.rollout.drafter_pool import DrafterPool
 from specactor.trainer import checkpoint
 from specactor.trainer.drafter.refresh import FOLDER, Distillation, TimeAccount, left_behind
 from specactor.trainer.drafter.train import DrafterTrainer
+from specactor.trainer.drafter.updates import PlainUpdater
 from specactor.types import TrainSequence
+from specactor.weights_sync.draft_push import DraftSender
 from specactor.weights_sync.messages import DraftWeights
 from tests.rollout.decoupled.test_supervisor import child_of, make_drafter_spec
 from tests.rollout.test_drafter_pool import wait_until
@@ -50,6 +52,45 @@ def test_every_refresh_is_a_version_that_all_who_draft_get(world: World) -> None
         assert world.processes.version == number
         assert world.held() == world.weights() != before
     assert world.notes == []
+
+
+def test_a_gpu_has_the_draft_model_only_while_it_learns(
+    collective: Collective, draft_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All else reads it in host memory: the engines have the device then."""
+    events: list[str] = []
+
+    def note(kind: type, name: str) -> None:
+        real = getattr(kind, name)
+
+        def noted(*args: Any, **named: Any) -> Any:
+            events.append(name)
+            return real(*args, **named)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    def happened() -> list[str]:
+        seen = [*events]
+        events.clear()
+        return seen
+
+    for kind, names in ((PlainUpdater, "offload reload"), (DrafterTrainer, "refresh save load"), (DraftSender, "pack")):
+        for name in names.split():
+            note(kind, name)
+    made = World(collective, draft_dir)
+    assert happened() == ["offload"]
+    made.step(1)
+    assert happened() == ["reload", "refresh", "offload", "pack"]
+    made.it.save(tmp_path)
+    assert happened() == ["save"]
+    made.it.load(tmp_path)
+    assert happened() == ["reload", "load", "offload"]
+    made.step(10)
+    assert "reload" not in happened(), "nothing is learned from the last step"
+    monkeypatch.setattr(DrafterTrainer, "refresh", lambda self, **named: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        made.step(2)
+    assert happened() == ["reload", "offload"]
 
 
 def test_a_version_is_pushed_once_and_to_engines_that_are_new(world: World) -> None:

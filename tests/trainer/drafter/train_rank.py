@@ -112,6 +112,8 @@ def train(rank: int, world: int, folder: Path, zero_stage: int, *, offload: bool
     whole = said(trainer.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=UPDATES))
     weights = {name: tensor.clone() for name, tensor in trainer.named_weights()}
     trainer.save(folder)
+    if not zero_stage:
+        trainer._updater.forget_replica()  # type: ignore[union-attr]  # as on a GPU that engines had meanwhile
     on = said(trainer.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=2))
     again = made(zero_stage, world, offload=offload)
     wrongly_divided = refused(again, folder)
