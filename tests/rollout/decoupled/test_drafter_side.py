@@ -22,7 +22,7 @@ from specactor.rollout.decoupled.protocol import (
     unpack,
 )
 from tests.rollout.decoupled.network import held
-from tests.rollout.decoupled.scripted import WRONG, Scripted, script
+from tests.rollout.decoupled.scripted import Scripted, script
 
 WINDOW = 3
 PROMPT = [1, 2, 3, 4]
@@ -45,13 +45,9 @@ class Drafter:
 
     def steps(self, count: int, branches: int = 0) -> None:
         for _ in range(count):
-            lanes = self.mirrors.wanted(100)
-            lanes += self.mirrors.branches(branches)
-            seconds = None
+            lanes = self.mirrors.wanted(100) + self.mirrors.branches(branches)
             drafts = self.continuer.extend(lanes)
-            if branches:
-                seconds = self.continuer.seconds()
-            self.mirrors.extended(lanes, drafts, seconds)
+            self.mirrors.extended(lanes, drafts, self.continuer.seconds() if branches else None)
 
     def say(self, session: int = ENGINE, *, more: bool = False) -> list[ToEngine]:
         frames = self.mirrors.outgoing(session, version=3, now_s=self.now_s, more=more)
@@ -72,9 +68,9 @@ def beat(*requests: tuple[int, int, int], engine: str = "e") -> Beat:
     return Beat(engine=engine, requests=list(requests))
 
 
-def opening(request: int = 1, prompt: Sequence[int] = PROMPT, output: Sequence[int] = ()) -> Open:
+def opening(request: int = 1, prompt: Sequence[int] = PROMPT, output: Sequence[int] = (), window: int = WINDOW) -> Open:
     return Open(
-        request=request, prompt_ids=list(prompt), output_ids=list(output), seed=1, temperature=1.0, window=WINDOW
+        request=request, prompt_ids=list(prompt), output_ids=list(output), seed=1, temperature=1.0, window=window
     )
 
 
@@ -318,63 +314,3 @@ def test_who_had_nothing_does_not_wait_for_others() -> None:
     assert drafter.say(more=True) == [], "both have some now"
     drafter.hear(beat((1, 4, 0), (2, 4, 1)))
     assert [type(record) for record in drafter.say(more=True)] == [Pulse], "a sign of life is not held back"
-
-
-def test_after_a_rejection_it_goes_on_with_what_followed_the_second_choice() -> None:
-    drafter = Drafter()
-    drafter.hear(beat(), opening())
-    drafter.steps(4, branches=3)
-    right = script(PROMPT, [], 1)
-    output = [*right, script(PROMPT, right, 1)[0] + WRONG]
-    ahead = [
-        unpack(tokens)
-        for record in drafter.say()
-        if isinstance(record, TailColumns)
-        for _, _, tokens in newest([record])
-    ]
-    assert ahead[0] == script(PROMPT, [], 4)
-    assert [*output, *script(PROMPT, output, 2)] in ahead[1:]
-    drafter.hear(Commits(requests=[1], positions=[0], counts=[2], tokens=output))
-    [mirror] = drafter.mirrors._oldest.values()
-    assert mirror.tokens == [*output, *script(PROMPT, output, 2)]
-    assert not mirror.branches
-    assert not mirror.unsent  # the engine has it
-    drafter.steps(1)
-    assert drafter.tails() == {1: (2, script(PROMPT, output, 3))}
-
-
-def test_every_draft_token_is_ahead_or_wasted_or_committed() -> None:
-    drafter = Drafter()
-    drafter.hear(beat(), opening())
-    drafter.steps(4, branches=3)
-    [session] = drafter.mirrors._sessions.values()
-    [mirror] = drafter.mirrors._oldest.values()
-    assert session.drafted == mirror.num_drafted > 4 + 4
-    drafter.hear(Commits(requests=[1], positions=[0], counts=[2], tokens=script(PROMPT, [], 2)))
-    assert session.drafted == mirror.num_drafted + session.wasted + 2
-    drafter.hear(Commits(requests=[1], positions=[2], counts=[1], tokens=[3]))
-    assert session.drafted == session.wasted + 2
-    assert not mirror.branches
-
-
-def test_branches_with_fewest_tokens_and_decided_first_come_first() -> None:
-    drafter = Drafter()
-    drafter.hear(beat(), opening())
-    drafter.steps(3, branches=1)
-    [mirror] = drafter.mirrors._oldest.values()
-    assert [len(mirror.branches[at]) for at in range(3)] == [2, 2, 1]
-    assert [lane.branch for lane in drafter.mirrors.branches(2)] == [2, 0]
-    assert drafter.mirrors.branches(0) == []
-
-
-def test_an_incomplete_request_has_no_branch_to_draft() -> None:
-    """A commit is missing: the texts of its branches may be no more."""
-    drafter = Drafter()
-    drafter.hear(beat(), opening())
-    drafter.steps(3, branches=1)
-    [mirror] = drafter.mirrors._oldest.values()
-    assert mirror.short_branches()
-    drafter.hear(Commits(requests=[1], positions=[2], counts=[1], tokens=[3]))
-    assert not mirror.complete
-    assert mirror.branches
-    assert not drafter.mirrors.branches(3)

@@ -54,18 +54,25 @@ class Ticking:
             self.tails.open(f"r{i}", (1, 2), self.outputs[-1], 0, 1.0)
 
 
-class Refusing(Ticking):
-    """Tells second choices where they are wanted, and computes no branch."""
+class Choosing(Ticking):
+    """Has 8 for a second choice where these are wanted, and goes on from one with 9."""
 
     wants_seconds = True
+    after_second: tuple[int, ...] = (9,)
     asked: Sequence[int | None] = ()
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
         self.asked = [lane.branch for lane in lanes]
-        return [[7] if lane.branch is None else [] for lane in lanes]
+        return [[7] if lane.branch is None else [*self.after_second] for lane in lanes]
 
     def seconds(self) -> list[int]:
         return [8 if self.wants_seconds else -1 for _ in self.asked]
+
+
+class Refusing(Choosing):
+    """Computes no branch."""
+
+    after_second = ()
 
 
 def loop_of(world: Ticking) -> Loop:
@@ -197,3 +204,22 @@ def test_second_choices_are_wanted_where_branches_are_free(monkeypatch: pytest.M
     monkeypatch.setattr(loop._pace, "free", lambda lanes, max_lanes: 1)
     loop.turn()
     assert world.wants_seconds
+
+
+@pytest.mark.parametrize("free", [9, 0])
+def test_a_commit_of_a_second_choice_finds_a_window_drafted_where_lanes_are_free(
+    free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the next turn."""
+    world = Choosing()
+    loop = loop_of(world)
+    monkeypatch.setattr(loop._pace, "free", lambda lanes, max_lanes: free)
+    loop.turn()
+    world.open(1)
+    loop.turn()
+    while loop.busy:
+        loop.turn()
+    assert world.tails.drafts(["r0"], [WINDOW]) == [[7] * WINDOW]
+    world.outputs[0] += [7, 8]
+    world.tails.commit(["r0"])
+    assert world.tails.drafts(["r0"], [WINDOW]) == [[9] * WINDOW if free else []]

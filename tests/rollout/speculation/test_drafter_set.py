@@ -212,6 +212,80 @@ def test_a_drafter_that_fails_is_dropped_and_that_is_told_once(returned: object,
     assert counts.problems == [f"Liar: {reason}", "Liar: failed 3 times, and is not asked again"]
 
 
+class Fails(Drafter):
+    """Raises whenever it is told one thing."""
+
+    name = "fails"
+
+    def __init__(self, action: str, *, drafts_ahead: bool) -> None:
+        self.action, self.drafts_ahead = action, drafts_ahead
+        self.calls = 0
+        setattr(self, action, self.fail)
+
+    def fail(self, *_: object) -> None:
+        self.calls += 1
+        raise ValueError(f"no {self.action}")
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        return [[9] for _ in sequences]
+
+
+TOLD = ["open", "commit", "close", "policy_changed", "is_there", "figures", "stop"]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("action", TOLD)
+def test_a_drafter_that_raises_when_it_is_told_something_is_dropped(action: str, ahead: bool) -> None:
+    fails, healthy = Fails(action, drafts_ahead=ahead), Notes(drafts_ahead=ahead)
+    estimates = Estimates({"fails": fails, "notes": healthy}, max_window=8)
+    drafter_set = DrafterSet([fails, healthy], SpeculationConfig(mode="auto"), estimates)
+    rounds = FAILURES + 2
+    for number in range(rounds):
+        sequence = DraftSequence(request_id=str(number), prompt_ids=(number,))
+        drafter_set.open(sequence)
+        sequence.output_ids += [5, 6]
+        drafter_set.find()
+        drafter_set.tell()
+        assert drafter_set.there >= {"notes"}
+        drafts = drafter_set.first([sequence], [1])
+        assert (drafts["notes"], sequence.output_ids) == ([[6]], [5, 6])
+        drafter_set.close(sequence)
+        drafter_set.policy_changed()
+        drafter_set.figures()
+        drafter_set.stop()
+    assert healthy.ended == [((number,), [5, 6]) for number in range(rounds)], "it hears all"
+    assert fails.calls == estimates.counts["fails"].failures == FAILURES
+    problems = [f"ValueError: no {action}", "failed 3 times, and is not asked again"]
+    assert estimates.counts["fails"].problems == [f"Fails: {problem}" for problem in problems]
+    assert drafter_set.draft("fails", [sequence], [1]) == [[]]
+    assert (estimates.counts["notes"].failures, estimates.counts["notes"].problems) == (0, [])
+
+
+class DropsNobody(DrafterSet):
+    """Wrong: one that failed is told for ever."""
+
+    def _count_failure(self, drafter: Drafter, error: Exception) -> None:
+        super()._count_failure(drafter, error)
+        self._failures[drafter.name] = 0
+
+
+class FailsWithIt(DrafterSet):
+    """Wrong: what a drafter raises ends the engine's round."""
+
+    def _count_failure(self, drafter: Drafter, error: Exception) -> None:
+        raise error
+
+
+@pytest.mark.parametrize("wrong", [DropsNobody, FailsWithIt])
+@pytest.mark.parametrize("action", TOLD)
+def test_a_set_that_goes_on_telling_one_that_raises_is_caught(
+    action: str, wrong: type[DrafterSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.rollout.speculation.test_drafter_set.DrafterSet", wrong)
+    with pytest.raises((AssertionError, ValueError)):
+        test_a_drafter_that_raises_when_it_is_told_something_is_dropped(action, ahead=False)
+
+
 def test_one_that_raises_has_its_reason_told_in_one_short_line() -> None:
     _, counts = asked(lambda windows: [][0 if windows else 1])
     assert counts.problems[0] == "Liar: IndexError: list index out of range"

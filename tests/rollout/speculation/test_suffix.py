@@ -62,6 +62,48 @@ def test_the_majority_of_the_group_decides() -> None:
     assert draft(drafter, start(drafter, "d"))[:2] == [1, 5]
 
 
+def check_votes(drafter: SuffixDrafter) -> None:
+    """Texts of one round have one vote, so each is entered by a draft of its own; 5 alone matches."""
+
+    def drafted(*output: int) -> list[int]:
+        return draft(drafter, start(drafter, str(output), output=output))[:1]
+
+    drafted(5, 1)
+    drafted(5, 2)
+    assert drafted(8, 5) == [2], "of equal counts the newest"
+    drafted(7, 5, 1)
+    assert drafted(9, 5) == [1], "the majority"
+    drafted(10, 5, 1)
+    drafted(11, 5, 2)
+    assert drafted(12, 5) == [1], "still"
+
+
+def test_of_equal_counts_the_newest_wins_and_then_the_majority() -> None:
+    check_votes(SuffixDrafter())
+
+
+class OldestWins(SuffixDrafter):
+    """Wrong: a continuation stays until another has more votes."""
+
+    def _vote(self, key: Any, place: Any, token: Any) -> None:
+        self._votes += 1
+        super()._vote(key, place, token)
+
+
+class NewestWins(SuffixDrafter):
+    """Wrong: votes are not counted."""
+
+    def _vote(self, key: Any, place: Any, token: Any) -> None:
+        self._votes[:] = 0
+        super()._vote(key, place, token)
+
+
+@pytest.mark.parametrize("wrong", [OldestWins, NewestWins])
+def test_wrong_counts_are_caught(wrong: type[SuffixDrafter]) -> None:
+    with pytest.raises(AssertionError):
+        check_votes(wrong())
+
+
 def test_drafts_from_earlier_steps_after_the_policy_has_changed() -> None:
     drafter = SuffixDrafter()
     drafter.close(start(drafter, "0", output=range(1, 7)))
