@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import csv
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -140,3 +142,42 @@ def test_every_test_that_a_claim_rests_on_exists() -> None:
     files = re.findall(r"`((?:\w+/)*test_\w+\.py)`", pages)
     assert len(files) > 10
     assert missing + [file for file in files if not (tests / file).is_file()] == []
+
+
+def missing_carriers(tests: Path) -> list[str]:
+    """Return what is wrong with `removed.csv`: tests that are still there or listed twice, and claims without reason
+    or carrier, or with one that does not exist."""
+    names = {str(path.relative_to(tests)): names_in(path) for path in tests.rglob("test_*.py")}
+    with open(tests / "removed.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    wrong = [
+        f"{file}::{test}" for (file, test), count in Counter((r["file"], r["test"]) for r in rows).items() if count > 1
+    ]
+    for row in rows:
+        carriers = row["carried by"].split()
+        if row["test"] in names.get(row["file"], ()) or not (row["what left or changed"] or carriers):
+            wrong.append(f"{row['file']}::{row['test']}")
+        wrong += [c for c in carriers if c.partition("::")[2] not in names.get(c.partition("::")[0], ())]
+    return wrong
+
+
+def names_in(path: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_test_that_left_has_a_reason_or_a_carrier_that_exists() -> None:
+    assert missing_carriers(PACKAGE.parent / "tests") == []
+
+
+@pytest.mark.parametrize(
+    "wrong", ["gone.py,test_a,1,,", "gone.py,test_a,1,left,test_b.py::test_c", "test_b.py,test_b,1,left,"]
+)
+def test_a_wrong_list_of_tests_that_left_is_caught(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "test_b.py").write_text("def test_b() -> None: ...\n")
+    right = "gone.py,test_z,1,renamed,test_b.py::test_b"
+    (tmp_path / "removed.csv").write_text("file,test,commit,what left or changed,carried by\n" + right + "\n")
+    assert missing_carriers(tmp_path) == []
+    for line in (wrong, right):
+        with open(tmp_path / "removed.csv", "a") as file:
+            file.write(line + "\n")
+        assert len(missing_carriers(tmp_path)) == (1 if line == wrong else 2)

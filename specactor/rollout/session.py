@@ -253,7 +253,7 @@ class Session:
             ("tool_choice", body.tool_choice, body.tool_choice in (None, "auto", "none"), "auto or none"),
             ("parallel_tool_calls", body.parallel_tool_calls, body.parallel_tool_calls is not False, "true"),
             ("tools", body.tools, all(map(_is_tool, body.tools or ())), "functions, their names texts, none strict"),
-            ("stop", body.stop, body.stop is None or all(body.stop), "texts that are not empty"),
+            ("stop", body.stop, body.stop != "" and all(body.stop or ()), "texts that are not empty"),
         ):
             if not ok:
                 raise Refusal(f"{name}: got {value!r:.80}, expected {expected}. What is sampled is trained on.")

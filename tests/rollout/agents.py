@@ -116,10 +116,17 @@ class Refused(Talks):
 
     wanted: ClassVar[list[dict[str, Any]]] = [
         {"temperature": 0.3},
+        {"top_p": 0.9},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
         {"n": 0},
         {"top_logprobs": 3, "logprobs": True},
         {"tool_choice": "required", "tools": TOOLS},
+        {"tools": TOOLS, "parallel_tool_calls": False},
         {"max_tokens": 0},
+        {"seed": 2**63},
+        {"stop": ""},
+        {"stop": ["x", ""]},
         {"response_format": {"type": "json_object"}},
         {"messages": []},
         {"messages": [{"role": "user", "content": "a", "audio": {"id": "x"}}]},

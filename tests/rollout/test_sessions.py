@@ -270,7 +270,8 @@ def test_what_cannot_be_done_is_refused() -> None:
     assert refusals[0] == (
         "temperature: got 0.3, expected 1.0 as in the run, or nothing. What is sampled is trained on."
     )
-    names = ["temperature", "n", "top_logprobs", "tool_choice", "max_tokens", "body", "messages"]
+    names = ["temperature", "top_p", "presence_penalty", "frequency_penalty", "n", "top_logprobs", "tool_choice"]
+    names += ["parallel_tool_calls", "max_tokens", "seed", "stop", "stop", "body", "messages"]
     names += ["messages", "tools", "tools", "messages"]
     assert [refusal.partition(":")[0] for refusal in refusals] == names
     assert agents.Talks.seen[-1] == [401, 401, 401]

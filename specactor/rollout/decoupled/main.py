@@ -97,16 +97,23 @@ MAX_SAMPLES = 15  # of batches of about equal sizes, the latest
 MIN_SAMPLES = 3
 MUCH = 2.0  # a batch that takes more than so many times as long takes much longer
 FREE = 1.06  # a batch that takes at most so many times as long takes hardly longer
+FADE_EVERY = 256  # batches: then each size's oldest time leaves, so that sizes that nobody makes are tried again
 
 
 class Pace:
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}  # of the latest batches, by the logarithm of their lanes
         self._lanes: dict[int, int] = {}  # of the last of them
+        self._batches = 0
 
     def batch(self, lanes: int, seconds: float) -> None:
         self._lanes[lanes.bit_length()] = lanes
         self._seconds.setdefault(lanes.bit_length(), deque(maxlen=MAX_SAMPLES)).append(seconds)
+        self._batches += 1
+        if self._batches % FADE_EVERY == 0:
+            for times in self._seconds.values():
+                if times:
+                    times.popleft()
 
     def is_slower(self, few: int, many: int) -> bool:
         first, last = few.bit_length(), many.bit_length()

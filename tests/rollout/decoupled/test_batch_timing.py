@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from specactor.rollout.decoupled.main import MIN_SAMPLES, Pace
+from specactor.rollout.decoupled.main import FADE_EVERY, MAX_SAMPLES, MIN_SAMPLES, Pace
 
 
 def paced(seconds: Callable[[int], float], *, samples: int = MIN_SAMPLES) -> Pace:
@@ -61,3 +61,23 @@ def test_a_batch_with_more_lanes_that_takes_longer_is_met_three_times() -> None:
         met += more > 0
         pace.batch(2 + more, 0.01 * (2 + more))
     assert met <= MIN_SAMPLES
+
+
+def played(pace: Pace, batches: int, lane_s: float) -> int:
+    """How many batches of two requests have more lanes, as many as seem free."""
+    met = 0
+    for _ in range(batches):
+        more = pace.free(2, 256)
+        met += more > 0
+        pace.batch(2 + more, 0.01 + lane_s * (2 + more))
+    return met
+
+
+def test_lanes_that_become_free_are_found_out_and_dear_ones_seldom_tried() -> None:
+    """Also where larger batches were measured often: nobody makes them any more."""
+    pace, batches = paced(lambda lanes: 0.01 * lanes, samples=MAX_SAMPLES), (MAX_SAMPLES + 9) * FADE_EVERY
+    assert played(pace, FADE_EVERY, 0.01) == 0
+    assert 0 < played(pace, batches, 0.01) <= 4 * batches / FADE_EVERY
+    played(pace, batches, 0.0)
+    assert pace.free(2, 256) > 0
+    assert played(pace, batches, 0.0) == batches

@@ -5,6 +5,7 @@ with ANSWER. Operations:
   new NAME STEPS            forget all, and begin with the backend of this name
   extend LANES              its answers
   seconds                   its second choices of the last call
+  want BOOL                 whether those of the next calls are wanted
   second LANES              the token of the second score, and by how much that is above the third, as reference
   forget KEY
   reference LANES           per lane, what transformers' logits and the noise give for the next token, and by how much
@@ -80,6 +81,8 @@ def main(folder: str, tokens: int, requests: int, context: int) -> None:
                 answer = backend.extend(lanes_of(arguments[0]))
             case "seconds":
                 answer = backend.seconds()
+            case "want":
+                backend.wants_seconds = arguments[0]
             case "second":
                 answer = references(model, lanes_of(arguments[0]), choice=1)
             case "forget":

@@ -17,7 +17,7 @@ import pytest
 
 from specactor.cpu import sglang as cpu
 from specactor.rollout.decoupled.continuer import Lane
-from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.drafter_side import UNKNOWN, Mirrors
 from specactor.rollout.decoupled.protocol import Beat, Header, Open, encode
 from specactor.rollout.sglang.draft_runner import DRAFT_TEMPERATURE
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS
@@ -333,3 +333,28 @@ def test_branches_take_no_place_of_texts(child: Child) -> None:
     begin(child)
     answered, _, others = branched(child, texts=ROWS, steps=3, seed=5)
     assert (answered, others) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["Shared", "TellsOldSeconds", "NeverTellsThemAgain"])
+def test_second_choices_are_there_while_they_are_wanted(child: Child, name: str) -> None:
+    """And drafts are right in both cases."""
+    rng = random.Random(14)
+    texts = [text(rng, i) for i in range(5)]
+    begin(child, name)
+    mistakes = 0
+    for wanted in (True, False, False, True):
+        child("want", wanted)
+        lanes = [t.lane() for t in texts]
+        answers = child.extend(lanes)
+        assert child.wrong(lanes, answers) == 0
+        seconds = child("seconds")
+        assert len(seconds) == len(lanes)
+        if wanted:
+            mistakes += child.wrong(lanes, [[second] for second in seconds], "second")
+        else:
+            mistakes += sum(second != UNKNOWN for second in seconds)
+        for t, answer in zip(texts, answers, strict=True):
+            t.tokens += answer
+    for t in texts:
+        child("forget", t.key)
+    assert (mistakes == 0) == (name == "Shared")

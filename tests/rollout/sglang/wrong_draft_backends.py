@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 
 from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
@@ -40,6 +40,25 @@ class SharesATokenMore(Shared):
         if text is not None:
             text.cache.cached += 1
         return text
+
+
+class TellsOldSeconds(Shared):
+    """While second choices are not wanted, those of the last call in which they were count on."""
+
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+        before = self._seconds
+        answers = super().extend(lanes)
+        self._seconds = self._seconds if self.wants_seconds else before
+        return answers
+
+
+class NeverTellsThemAgain(Shared):
+    """Second choices that were not wanted once are not there any more."""
+
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+        self._wanted = getattr(self, "_wanted", True) and self.wants_seconds
+        self.wants_seconds = self._wanted
+        return super().extend(lanes)
 
 
 class KeepsWhatWasRolledBack(Shared):

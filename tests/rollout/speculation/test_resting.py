@@ -10,8 +10,10 @@ import pytest
 from specactor.config import SpeculationConfig
 from specactor.rollout.speculation import drafter_set, probing, speculator, suffix
 from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.planner import Planner
 from specactor.rollout.speculation.probing import LOOK_EVERY
-from specactor.rollout.speculation.windows import OFF
+from specactor.rollout.speculation.verification import Drafts
+from specactor.rollout.speculation.windows import OFF, Option
 from tests.rollout.speculation import world as world_module
 from tests.rollout.speculation.world import STEP_S, Coin, World, auto, truth
 
@@ -186,13 +188,21 @@ def test_a_look_enters_so_much_text_however_long_the_rest_was(monkeypatch: pytes
     assert 512 < max(looks) <= 1_024 + 16 * world.speculator.config.max_window
 
 
-def rounds_until_noticed() -> int:
-    """That the drafts of 64 requests have become good."""
-    coin = Coin(0.0)
-    world = World(auto(), coin, requests=64, row_s=3e-5)
+def rounds_until_noticed(*, right: float = 0.8, row_s: float = 3e-5, ahead_s: float = 0.0) -> int:
+    """That the drafts of 64 requests have become good; `ahead_s`: of one that drafts ahead, in each round."""
+
+    class Slow(Coin):
+        drafts_ahead = ahead_s > 0
+
+        def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+            world.now += ahead_s
+            return super().propose(sequences, windows)
+
+    coin = Slow(0.0)
+    world = World(auto(), coin, requests=64, row_s=row_s)
     world.play(600)
     world.speculator.report()
-    coin.right = 0.8
+    coin.right = right
     for rounds in range(1, 1000):
         world.play(1)
         if world.speculator.report()["coin"].speculative_rounds:
@@ -205,6 +215,25 @@ def test_old_evidence_makes_way_for_looks(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(drafter_set, "LOOK_TRIALS", 1e18)
     monkeypatch.setattr(speculator, "LOOK_TRIALS", 1e18)
     assert rounds_until_noticed() == 1000
+
+
+class SomeAlone(Planner):
+    """Wrong: requests that are not looked at count as if they had no drafts."""
+
+    def options(
+        self, sequences: Sequence[DraftSequence], caps: Sequence[int], drafts: Drafts, *, max_branches: int = 0
+    ) -> dict[str, Option]:
+        if self.current == OFF:
+            for lists in drafts.values():
+                lists[speculator.LOOKED_AT :] = [[] for _ in lists[speculator.LOOKED_AT :]]
+        return super().options(sequences, caps, drafts, max_branches=max_branches)
+
+
+def test_a_look_at_some_predicts_for_all_as_if_they_were_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where drafts pay for 64 requests, and for 16 of them do not."""
+    assert rounds_until_noticed(right=0.95, row_s=1e-6, ahead_s=2 * STEP_S) < 1000
+    monkeypatch.setattr(speculator, "Planner", SomeAlone)
+    assert rounds_until_noticed(right=0.95, row_s=1e-6, ahead_s=2 * STEP_S) == 1000
 
 
 def rounds_until_new_requests_are_drafted_for() -> int:
