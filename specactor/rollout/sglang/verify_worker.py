@@ -127,6 +127,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._ended: float | None = None  # when the round before ended, if this batch follows it at once
         self._running: dict[str, _Running] = {}
         self._plain_left = 0  # rounds from now on that are plain; the same on all ranks
+        self._plain_for = 0  # requests of the round that promised them
         # On a CPU a round is over when it was launched, and there is nothing to hide.
         self.overlaps = os.environ.get(overlap.VARIABLE) != "0" and server_args.device != "cpu"
         self.rounds = RoundTrace()
@@ -311,6 +312,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             present = {req.rid for req in reqs}
             for rid in [rid for rid in self._running if rid not in present]:
                 self._close(rid)  # retracted or aborted: if it comes back, it is opened again
+        if 2 * len(reqs) <= self._plain_for:
+            self._plain_left, self._plain_for = min(self._plain_left, SOON), len(reqs)
 
     def _open(self, req: Any) -> None:
         assert self.speculator is not None
@@ -351,6 +354,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             who, trees = who - 1, [_to_tree(values) for values in lists]
         else:
             self._plain_left = plain_rounds
+        self._plain_for = len(reqs)
         if who >= 0:
             drafts = self.speculator.draft(list(self.speculator.drafters)[who], sequences, windows)
             drafted = self._agreed([_to_list(chain(draft)) for draft in drafts])

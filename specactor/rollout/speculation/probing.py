@@ -1,8 +1,8 @@
 """Looks: drafts are compared with what is emitted, unverified, to notice a drafter that has become good. PURE.
 
 Invariants: the first look comes after LOOK_EVERY plain rounds; intervals then double up to LOOK_AT_LEAST_EVERY, or are
-so long that looks take LOOK_SHARE of the time, up to MAX_REST. New requests bring the next look forward to SOON rounds,
-within that share. Only the past is used.
+so long that looks take LOOK_SHARE of the time, up to MAX_REST. New requests, or half as many, bring the next look forward
+to SOON rounds, within that share. Only the past is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specactor.rollout.speculation.verification import common
 LOOK_EVERY = 16
 """Plain rounds before the first look."""
 SOON = 4
-"""Most plain rounds before a look at new requests."""
+"""Most plain rounds before a look at new requests, or at half as many."""
 LOOK_AT_LEAST_EVERY = 64
 """Most rounds between cheap looks."""
 LOOK_SHARE = 0.005
@@ -98,6 +98,7 @@ class BackOff:
     def restart(self) -> None:
         """Drafting pays, or may: look soon when decoding is plain again."""
         self._rounds, self._interval, self._pause, self._least = 0, LOOK_EVERY, LOOK_EVERY, 0
+        self._requests = 0
         self._end_look()
 
     def requests_came(self) -> None:
@@ -130,15 +131,19 @@ class BackOff:
     def _end_look(self) -> None:
         self._tries, self._look_s, self._was_long = 0, 0.0, False
 
-    def count_round(self) -> bool:
-        """Count a plain round. Returns whether to look in it."""
+    def count_round(self, requests: int) -> bool:
+        """Count a plain round of so many requests. Returns whether to look in it."""
         self._rounds += 1
+        self._requests = max(self._requests, requests)
+        if 2 * requests <= self._requests:  # what does not pay for many may pay for few
+            self._requests = requests
+            self.requests_came()
         return self._rounds >= self._pause
 
     def looked(self, *, look_s: float, plain_s: float, requests: int = FEW + 1) -> None:
         """Note a look that found nothing; `look_s`: since `waits`."""
         # With few requests, a round in which nobody has a draft is no sign that drafting does not pay.
-        self._rounds = 0
+        self._rounds = self._requests = 0
         look_s += self._look_s
         self._end_look()
         if requests <= FEW and self._again and look_s <= AGAIN_SHARE * plain_s:

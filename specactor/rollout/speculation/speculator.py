@@ -96,10 +96,10 @@ class Speculator:
 
     def _observe(self, caps: Sequence[int]) -> bool:
         if self._chooses_by_cost and not any(caps):
-            if self._may_rest() and self._back_off.count_round():
+            if self._may_rest() and self._back_off.count_round(len(caps)):
                 self._back_off.looked(look_s=0.0, plain_s=1.0)  # there is nothing to look at
             return False
-        if self._may_rest() and not self._back_off.count_round():
+        if self._may_rest() and not self._back_off.count_round(len(caps)):
             return False
         self.drafter_set.find()
         self.drafter_set.let_wait(self._waited_for())
@@ -135,7 +135,7 @@ class Speculator:
         if self.config.window is None or not self.drafter_set.there:
             self._is_behind = True
         if self._may_rest():
-            self._back_off.count_round()
+            self._back_off.count_round(requests)
         self.drafter_set.listen(self._clock())
         self._decision = self._plain(requests)
         self.estimates.plain_round(requests, round_s=round_s, predicted_s=self._decision.predicted_s)

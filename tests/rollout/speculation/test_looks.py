@@ -14,6 +14,7 @@ from specactor.rollout.speculation.probing import (
     LOOK_SHARE,
     MAX_REST,
     MOST_AGAIN,
+    SOON,
     BackOff,
     Look,
     Looks,
@@ -21,10 +22,10 @@ from specactor.rollout.speculation.probing import (
 )
 
 
-def until_over(rest: BackOff) -> int:
+def until_over(rest: BackOff, requests: int = 16) -> int:
     """Plain rounds until the next look, which is in the last of them."""
     for rounds in range(1, 2 * MAX_REST):
-        if rest.count_round():
+        if rest.count_round(requests):
             return rounds
     raise AssertionError("never")
 
@@ -116,3 +117,21 @@ def test_what_is_left_of_a_rest_is_what_it_has() -> None:
     left = rest.rounds_left
     assert left > 0
     assert until_over(rest) == left + 1
+
+
+def test_half_as_many_requests_are_looked_at_soon() -> None:
+    """What does not pay for many may pay for few, and a rest is long compared with the tail of a rollout."""
+    rest = BackOff()
+    for _ in range(3):
+        look(rest)
+    rest.looked(look_s=0.0, plain_s=1.0)
+    assert not rest.count_round(16)
+    assert until_over(rest, 9) == LOOK_AT_LEAST_EVERY - 1, "more than half are there"
+    rest.looked(look_s=0.0, plain_s=1.0)
+    assert not rest.count_round(16)
+    assert until_over(rest, 8) == SOON + 1
+    rest.looked(look_s=0.0, plain_s=1.0)
+    assert until_over(rest, 8) == LOOK_AT_LEAST_EVERY, "they were looked at"
+    rest.looked(look_s=1.0, plain_s=1.0)
+    assert not rest.count_round(16)
+    assert until_over(rest, 8) >= 1.0 / LOOK_SHARE - 1, "a dear look has its share, whoever runs"
