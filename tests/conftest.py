@@ -28,10 +28,10 @@ settings.load_profile("check")
 
 TESTS = Path(__file__).parent
 LONGEST = (
-    "end_to_end/test_run.py",
-    "faults/test_faults.py",
     "trainer/test_layouts.py",
+    "end_to_end/test_run.py",
     "weights_sync/test_sync.py",
+    "faults/test_faults.py",
     "rollout/sglang/test_decoupled.py",
     "rollout/sglang/test_model_drafter.py",
     "rollout/sglang/test_law.py",

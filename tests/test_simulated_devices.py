@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return simulated_cuda.build(tmp_path_factory.mktemp("simulated"))
+    return simulated_cuda.build(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -14,18 +14,22 @@ There is one stream. Use it in a process of its own: torch learns of the devices
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    import pytest
 
 POISON = 0x5A
 """Every byte of it."""
@@ -34,16 +38,22 @@ _HOST_INDICES = ("aten::index.Tensor", "aten::index", "aten::index_put_", "aten:
 _READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero")
 
 
-def build(folder: Path) -> Path:
-    """Compile what makes torch take devices for there; ten seconds."""
+def build(folders: pytest.TempPathFactory) -> Path:
+    """Compile what makes torch take devices for there; ten seconds, once for the workers of a session."""
+    folder = folders.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
     library, site = folder / "simulated_cuda.so", Path(torch.__file__).parent
+    if library.exists():
+        return library
     includes = [f"-I{site / 'include'}", f"-I{site / 'include/torch/csrc/api/include'}"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     source = Path(__file__).with_suffix(".cpp")
     links = [f"-L{site / 'lib'}", "-lc10"]
     flags = ["-O0", "-fPIC", "-shared", "-std=c++20", abi, *includes]
-    subprocess.run(["c++", *flags, str(source), "-o", str(library), *links], check=True)
-    return library
+    made = library.with_suffix(f".{os.getpid()}.so")
+    subprocess.run(["c++", *flags, str(source), "-o", str(made), *links], check=True)
+    return made.rename(library)  # another worker may have made it meanwhile
 
 
 @dataclass

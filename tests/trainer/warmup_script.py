@@ -27,7 +27,7 @@ def main(root: Path, *wanted: str) -> None:
     """Args: a folder with a policy; settings, up to those that name the draft model."""
     dist.init_process_group("gloo")
     warmup.DRAFT_LIMIT_S, warmup.DRAFT_BATCHES = 600.0, 8  # however busy the machine is
-    warmup.DRAFT_UPDATES, warmup.HEAD_UPDATES = 80, 60
+    warmup.DRAFT_UPDATES, warmup.HEAD_UPDATES = 80, 40
     found = {kind: about(root, kind, *wanted, kind) for kind in MADE_BY_WARM_UP}
     if dist.get_rank() == 0:
         Path(root, "found.json").write_text(json.dumps(found))

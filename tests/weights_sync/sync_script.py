@@ -1,6 +1,8 @@
 """One trainer rank that pushes weights into real engines under many layouts; rank 0 writes the results as JSON.
 
-torchrun ... -m tests.weights_sync.sync_script MODEL_DIR LAYOUTS_AS_JSON FAULTS(0|1) FOLDER [KILLS]
+torchrun ... -m tests.weights_sync.sync_script MODEL_DIR LAYOUTS_AS_JSON FAULTS(0|1|2) FOLDER [KILLS]
+
+FAULTS: 1 without those in which an engine is killed, which `kills` has, too; 2 with them.
 
 KILLS: the first case of `kills.CASES` and their end; or which rank is killed, by plan (0|1), and at which exchange.
 """
@@ -62,8 +64,8 @@ def main() -> None:
             if len(numbers) == 3:
                 kills.end_a_rank(bench, numbers[0], bool(numbers[1]), numbers[2])
             results[name] = bench.layout(name)
-            if sys.argv[3] == "1" and name == "EP2":
-                results["faults"] = bench.faults()
+            if sys.argv[3] != "0" and name == "EP2":
+                results["faults"] = bench.faults(killed=sys.argv[3] == "2")
             if numbers and name == "EP2":
                 results["kills"] = kills.campaign(bench, range(*numbers))
             destroy_groups(keep_process_group=True)
@@ -212,7 +214,7 @@ class Bench:
         wanted = [(n, sha256(t)) for n, t in self.trainer.named_weights()]
         return {"equal": sorted(every) == sorted(wanted), "once": len({n for n, _ in every}) == len(every)}
 
-    def faults(self) -> dict[str, Any]:
+    def faults(self, *, killed: bool) -> dict[str, Any]:
         """Every fault, on a rank that is not the first where it can be; the engines answer as before it."""
         shards = self.shards()
         self.push(shards)
@@ -235,19 +237,22 @@ class Bench:
             "timeout": lambda: self.push_in_no_time(shards),
         }
         for name, act in kills.items():
+            if name == "killed" and not killed:
+                continue
             result = act()
             lost = self.collective.any(self.pool.any_lost())
             self.collective.together("restart", self.pool.restart_lost)
             again = self.push(shards)
             results[name] = result | {"lost": lost, "again": "error" not in again and self.answers() == before}
-        return results | self.faults_by_plan(shards, before) | self.faults_between_hosts(before)
+        by_plan = self.faults_by_plan(shards, before, killed=killed)
+        return results | by_plan | self.faults_between_hosts(before)
 
-    def faults_by_plan(self, shards: RankShards, before: list[Any]) -> dict[str, Any]:
+    def faults_by_plan(self, shards: RankShards, before: list[Any], *, killed: bool) -> dict[str, Any]:
         """A byte that changes on its way and an engine that dies while it pulls; after each the engines answer as
         before, by buckets at first. In the end a parameter leaves the shared memory."""
         sender = WeightSender(WeightsSyncConfig(), self.collective)
         results: dict[str, Any] = {}
-        for name, fault in (("flip by plan", self.flipped), ("killed by plan", self.dying)):
+        for name, fault in (("flip by plan", self.flipped), *([("killed by plan", self.dying)] if killed else [])):
             first = self.push(shards, sender=sender)
             plan = sender._plan
             assert plan is not None, first

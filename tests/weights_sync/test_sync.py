@@ -35,10 +35,10 @@ PUSHES = ("one_host", "by_plan", "several_hosts", "several_hosts_by_plan")
 FIRST = len(FIRST_KILLS)
 PARTS = 6
 """Of the further kills, each in a start of its own."""
-REPLICATED = "CP2"
-"""Its ranks have the same weights, as those of DP2: deep."""
+COVERED = ("CP2", "PP2")
+"""Deep: ranks of the first have the same weights, as those of DP2; the stages of the second are those of PP2xVPP2."""
 CASES = [
-    pytest.param(world, name, marks=[pytest.mark.deep] if world == 4 or name == REPLICATED else [])
+    pytest.param(world, name, marks=[pytest.mark.deep] if world == 4 or name in COVERED else [])
     for world, layouts in LAYOUTS.items()
     for name in layouts
 ]
@@ -63,8 +63,8 @@ def run(world: int, folder: Path, deep: bool) -> dict[str, Any]:
     own.mkdir()
     arguments = (
         folder / "model",
-        json.dumps({name: sizes for name, sizes in LAYOUTS[world].items() if name != REPLICATED or deep}),
-        int(world == 2),
+        json.dumps({name: sizes for name, sizes in LAYOUTS[world].items() if name not in COVERED or deep}),
+        1 + int(deep) if world == 2 else 0,
         own,
         *((0, FIRST) if world == 2 else ()),
     )
@@ -136,7 +136,7 @@ def test_the_comparison_sees_two_experts_in_each_others_place(results: dict[int,
         ("missing", "elements: the trainer sent too little"),
         ("shape", VICTIM),
         ("flip while loading", "changed while it was loaded"),
-        ("killed", "engine 0"),
+        pytest.param("killed", "engine 0", marks=pytest.mark.deep),
         ("timeout", "engine 0"),
     ],
 )
@@ -154,7 +154,7 @@ def test_an_engine_that_may_hold_a_mixture_is_replaced(
     ("fault", "expected"),
     [
         ("flip by plan", "arrived with a wrong digest"),
-        ("killed by plan", "engine 0"),
+        pytest.param("killed by plan", "engine 0", marks=pytest.mark.deep),
         ("flip on the link", "arrived with a wrong digest"),
         ("stale on the link", "arrived with a wrong digest"),
     ],

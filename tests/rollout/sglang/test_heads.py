@@ -237,6 +237,7 @@ def test_of_a_head_and_a_draft_model_the_better_drafts_a_fixed_window(
         assert counts["model:2"].drafted < 0.2 * counts["model"].drafted
 
 
+@two_ranks_are_deep("strangers")
 def test_a_push_to_a_head_of_a_reduced_vocabulary(strangers: Engine, random_head: str, model_dir: str) -> None:
     """As a run makes it, of the parameters alone: which tokens it drafts, and the policy's embedding, stay."""
     with torch.random.fork_rng(devices=[]):

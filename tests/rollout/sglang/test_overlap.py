@@ -95,6 +95,7 @@ def test_tokens_are_read_on_the_device(speculating: Engine) -> None:
     assert facts(speculating.generate(batch())) != expected
 
 
+@two_ranks_are_deep("started")
 def test_what_a_request_leaves_in_the_cache(speculating: Engine) -> None:
     """The next turn of a conversation computes the same part of it anew, so that its log-probabilities have the same
     bits."""

@@ -131,6 +131,7 @@ def in_graphs(engine: Engine, kind: bytes, *, beyond: int) -> Iterator[None]:
     assert max(map(int, replayed)) > beyond
 
 
+@two_ranks_are_deep("speculating")
 def test_graphs_with_a_row_per_token_change_no_token(speculating: Engine, plain: list[tuple[object, ...]]) -> None:
     """Plain rounds and verifications run in the same; a graph that keeps the lengths of another batch is caught."""
     config = replace(speculation("HalfRight", 5), drafters=(f"{GRAPHS}:Half",))
