@@ -278,10 +278,10 @@ def busy(rows: Sequence[Sequence[str]], known: Mapping[str, Setting]) -> str:
     over = [f"{name} ({100 * share:.0f} %)" for name, share in shares.items() if share > MUCH_BETWEEN]
     most = f"Between two passes of plain decoding went at most {100 * max(shares.values()):.1f} % of a pass"
     if not over:
-        return f"{most}: the machine was not busy (bound: {100 * MUCH_BETWEEN:.0f} %)."
+        return f"{most}: plain decoding was not held up (bound: {100 * MUCH_BETWEEN:.0f} %)."
     return (
-        f"**The machine was busy** in {len(over)} of {len(shares)} settings: between two passes of plain decoding went "
-        f"more than {100 * MUCH_BETWEEN:.0f} % of a pass, so that their figures are of a disturbed run: "
+        f"**Plain decoding was held up** in {len(over)} of {len(shares)} settings: between two of its passes went more "
+        f"than {100 * MUCH_BETWEEN:.0f} % of a pass, so that their figures are of a disturbed run: "
         f"{'; '.join(over)}."
     )
 
@@ -341,7 +341,8 @@ def main() -> None:
     names = list(settings())
     chosen = [] if options.page_only else [names[k - 1] for k in options.settings or range(1, len(names) + 1)]
     result, turn_rows = run(chosen, options.repetitions)
-    write_rows("paced_turns", paced_turns.COLUMNS, turn_rows)
+    if turn_rows:
+        write_rows("paced_turns", paced_turns.COLUMNS, turn_rows)
     publish("paced", result)
 
 

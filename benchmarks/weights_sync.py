@@ -102,6 +102,9 @@ which engine ranks then copy their parts out of the trainer's memory; the digest
 are compared with the trainer's. `SGLang load of tensors` is the model's `load_weights` from tensors in the engine's \
 own memory, without any check. The file also has loading from disk, gathering, and the growth of a rank's memory in \
 buckets (at most 2)."""
+HOW = """\
+The trainer reads the bytes once, to digest them; the engine copies them in pieces of 1 MiB, and digests each piece \
+where it has arrived, while it is in the cache. memcpy only copies."""
 SHOWN = (
     "Trainer",
     "engine TP",
@@ -173,7 +176,9 @@ def predicted(rows: Sequence[Sequence[str]]) -> str:
 
 
 def checked(rows: Sequence[Sequence[str]]) -> str:
-    """What each check costs: a table."""
+    """What each check costs: a table, if it was measured."""
+    if not rows:
+        return ""
     return (
         "Each check by itself, of as many bytes, on one core; [as CSV](weights_sync_checks.csv). Measured: "
         f"{rows[0][-1]}.\n\n" + markdown(weights_sync_checks.COLUMNS[:-1], [row[:-1] for row in rows])
@@ -184,9 +189,10 @@ def main() -> None:
     """Measure and write the page; `--stored` writes it again from the rows that are there, `--checks` measures what
     checks cost besides."""
     is_stored = "--stored" in sys.argv or "--checks" in sys.argv
-    rows = [tuple(of.values()) for of in stored("weights_sync")] if is_stored else measured()
+    rows = [tuple(of.values()) for of in stored("weights_sync", RESULTS)] if is_stored else measured()
     if "--stored" in sys.argv:
-        checks = [tuple(of.values()) for of in stored("weights_sync_checks")]
+        there = (RESULTS / "weights_sync_checks.csv").exists()
+        checks = [tuple(of.values()) for of in stored("weights_sync_checks", RESULTS)] if there else []
     else:
         checks = weights_sync_checks.measured()
         write_rows("weights_sync_checks", weights_sync_checks.COLUMNS, checks)
@@ -200,13 +206,7 @@ def main() -> None:
             rows=rows,
             summary=(SHOWN, [[of[COLUMNS.index(name)] for name in SHOWN] for of in rows]),
             source=(RESULTS / "weights_sync.md").read_text().splitlines()[-1] if is_stored else "",
-            notes=(
-                "The trainer reads the bytes once, to digest them; the engine copies them in pieces of 1 MiB, and "
-                "digests each piece where it has arrived, while it is in the cache. memcpy only copies.\n\n"
-                + checked(checks)
-                + "\n\n"
-                + predicted(rows)
-            ),
+            notes="\n\n".join(filter(None, (HOW, checked(checks), predicted(rows)))),
         ),
     )
 

@@ -20,7 +20,10 @@ import psutil
 import pytest
 import yaml
 
-from specactor.recipes import recipes
+from specactor.errors import ConfigError
+from specactor.parallel.layout import check
+from specactor.recipes import load, recipes
+from tests.test_recipes import SHAPES
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
 TRAIN = str(LAUNCH / "train_moe.py")
@@ -242,6 +245,21 @@ def disagreements(made: dict[str, Any]) -> list[str]:
 
 def test_the_manifest_for_kubernetes_is_a_jobset() -> None:
     assert disagreements(manifest()) == []
+
+
+def test_the_manifest_asks_for_the_devices_that_its_command_line_needs() -> None:
+    """Without its engines the recipe asks for those of 64 devices."""
+    [job] = manifest()["spec"]["replicatedJobs"]
+    batch = job["template"]["spec"]
+    [container] = batch["template"]["spec"]["containers"]
+    world = batch["parallelism"] * container["resources"]["limits"]["nvidia.com/gpu"]
+    arguments = container["args"]
+    config = load(arguments)
+    check(config, world, SHAPES[config.name])
+    assert config.parallel.engines * config.parallel.engine_tensor == world
+    others = [argument for argument in arguments if not argument.startswith("--parallel.engines")]
+    with pytest.raises(ConfigError, match=f"engines x engine_tensor <= {world} ranks"):
+        check(load(others), world, SHAPES[config.name])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 from specactor.config import TrackingConfig
 from specactor.errors import SpecActorError
 from specactor.metrics import DRAFTER, METRICS, Tracker, read_metrics, rss_bytes
+from specactor.planning.memory import PHASES
 
 OFF = TrackingConfig(wandb="off")
 
@@ -186,3 +187,8 @@ def test_what_is_logged_of_the_draft_model_is_known(tmp_path: Path) -> None:
             tracker.log(3, {"drafter/mood": 1.0})
     lines = read_metrics(tmp_path)
     assert len(lines[0]) == 1 + len(DRAFTER)
+
+
+def test_every_phase_whose_memory_is_planned_has_a_metric() -> None:
+    """`_log` makes their names, which runs without a GPU never do."""
+    assert {f"memory/gpu_{phase}_bytes" for phase in PHASES} <= set(METRICS)

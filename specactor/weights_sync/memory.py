@@ -58,6 +58,11 @@ class SharedBuffer:
             self._locked = lock(self.data, wanted)
             self._pieces = wanted
 
+    @property
+    def locked(self) -> Sequence[tuple[int, int]]:
+        """Return the locked parts."""
+        return self._pieces
+
     def _unlock(self) -> None:
         for part in self._locked:
             unregister(part)

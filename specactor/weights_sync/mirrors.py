@@ -73,14 +73,14 @@ class Mirrors:
         try:
             # only what crosses is written: pages between are never made
             needed = sum(end - start for memory in lacking for start, end in taken[memory])
-            if needed > most_bytes:
-                raise WeightSyncError(f"{needed} bytes are needed, and a rank may take {most_bytes}")
+            if needed > (room := max(0, most_bytes)):
+                raise WeightSyncError(f"{needed} bytes are needed, and a rank may take {room}")
             for memory, end in lacking.items():
                 if memory in self._buffers:
                     self._buffers.pop(memory).close()
                 self._buffers[memory] = SharedBuffer(end, locked=False)
-            for memory, parts in taken.items():
-                self._buffers[memory].lock(parts)
+            for memory, parts in taken.items():  # what stays locked need not be locked again
+                self._buffers[memory].lock([*self._buffers[memory].locked, *parts])
         except (OSError, WeightSyncError) as error:  # the other ranks wait for this one
             problem = f"no memory for what comes from other hosts: {error}"
         mine = {memory: buffer.address() for memory, buffer in self._buffers.items()}

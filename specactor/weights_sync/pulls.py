@@ -49,6 +49,7 @@ class JobPlan:
         self.key = _digest(self.holding)  # engines that took it know their plan by that
         self.num_bytes = sum(tensor.num_bytes for tensor in tensors)
         self.link_bytes = 0
+        self.lacks_room = False  # whether this rank cannot take part for want of memory, which may come
         self.through_host = ""  # why engines read host memory of what lies on their own GPU
         self.chunks: dict[int, list[tuple[Chunk, ...]]] = {}  # by engine of this rank, per rank of it
         self._order: list[list[Spans]] = [[] for _ in holdings]  # what each rank digests
@@ -91,11 +92,13 @@ class JobPlan:
                     f"no memory for copies of a GPU's tensors: {copied} bytes are needed, and a rank may take {room}"
                 )
             room -= copied
+            self.lacks_room = bool(problem)
         self._crossings = crossings([[spans for spans, _, _ in part] for part in told], self._owner, self._hosts)
         self.link_bytes = sum(crossing.end - crossing.start for crossing in self._crossings)
         if not self._crossings:
             return problem
         problems = self._mirrors.make(self._crossings, most_bytes=room)
+        self.lacks_room |= bool(problems[self._collective.rank])
         far = tuple(self._mirrors.addresses.get(memory) for memory in range(len(self._owner)))
         self.holding = Holding(addresses=far, tensors=(), planned=self.key)
         self.key = _digest(self.holding)

@@ -102,6 +102,7 @@ class Push:
         self.num_bytes = 0
         self.num_rounds = 0
         self.link_bytes = 0
+        self.lacks_room = False  # whether a rank had no memory for a plan
         self._config = config
         self._collective = collective
         self._hosts = hosts
@@ -170,6 +171,7 @@ class Push:
         if plan is None or refusal:
             if plan is not None:
                 plan.close()
+            self.lacks_room = self._collective.any(plan is not None and plan.lacks_room)
             return "" if self._collective.any(bool(self.problem)) else refusal, None
         so_far = self.num_rounds, self.link_bytes
         self.pull(plan, copy=False)

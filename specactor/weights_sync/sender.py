@@ -31,7 +31,7 @@ class SyncReport:
     num_rounds: int  # of buckets; 0 where engines took the weights by the plan
     seconds: float
     link_bytes: int = 0  # of tensors, from host to host
-    note: str = ""  # why there will be no plan; said once
+    note: str = ""  # why there is no plan; said once
     through_host: str = ""  # why engines read host memory of what lies on their own GPU; said once
 
     @property
@@ -47,7 +47,8 @@ class WeightSender:
         self._mirrors: list[Mirrors] = []  # of other hosts' buckets, per side, and per round that is kept
         self._plan: JobPlan | None = None
         self._planned: Holding | None = None  # of which the plan is
-        self._refused: Holding | None = None  # of which there is no plan
+        self._refused: Holding | None = None  # of which there will be no plan
+        self._told: Holding | None = None  # of which it was said why there is none
 
     def push(self, source: WeightSource, engines: Sequence[TargetEngine], *, version: int) -> SyncReport:
         """Bring all engines of all ranks to `version`; `engines` are this rank's. Collective. Raises WeightSyncError on
@@ -101,8 +102,10 @@ class WeightSender:
             return ""
         assert holding is not None
         note, self._plan = push.plan(holding, on_device)
-        self._planned, self._refused = holding, holding if note else None
-        return note
+        news = note if self._told is not holding else ""
+        self._planned, self._told = holding, holding if note else None
+        self._refused = holding if note and not push.lacks_room else None  # room may be there at the next push
+        return news
 
     def close(self) -> None:
         for buffer in self._buffers:

@@ -130,7 +130,8 @@ def test_a_page_without_new_runs_keeps_what_was_measured() -> None:
     made, turns = paced.run([], repetitions=9)
     measured = [[row[made.columns.index(name)] for name in (*paced.MEASURED, *paced.WHEN)] for row in made.rows]
     assert measured == [[row[name] for name in (*paced.MEASURED, *paced.WHEN)] for row in known]
-    assert turns == [list(row.values()) for row in stored("paced_turns")]
+    there = (paced.RESULTS / "paced_turns.csv").exists()
+    assert turns == ([list(row.values()) for row in stored("paced_turns")] if there else [])
     assert measured, "there is a page"
     page = (paced.RESULTS / "paced.md").read_text()
     assert made.intro in page, "and how it was measured"
@@ -179,7 +180,7 @@ def test_the_page_says_where_the_machine_was_busy() -> None:
 
     known = {SETTING.name: SETTING}
     most_ms = 1e3 * PASS_S * paced.MUCH_BETWEEN
-    assert "was not busy" in paced.busy(rows(0.9 * most_ms), known)
+    assert "plain decoding was not held up" in paced.busy(rows(0.9 * most_ms), known)
     assert "in 1 of 1 settings" in paced.busy(rows(1.1 * most_ms), known)
 
 

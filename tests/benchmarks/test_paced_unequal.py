@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import clocked, paced_unequal
 from benchmarks.paced_devices import Setting, flat
-from benchmarks.paced_unequal import FIRST, LAST, OWN, believed, cell, cells, chosen
+from benchmarks.paced_unequal import COLUMNS, FIRST, LAST, OWN, believed, cell, cells, chosen
 from benchmarks.results import stored
 from specactor.rollout.speculation.costs import Grid
 
@@ -59,6 +59,21 @@ def test_the_choice_knows_which_device_is_slower() -> None:
     beliefs = believed(cell("", ("H200", "H100"), "Qwen2.5-1.5B", 8, 0.1, own=True))
     assert beliefs[FIRST] > beliefs[LAST] > 1.0
     assert beliefs[FIRST] > beliefs[OWN], "an L20 takes longer for a step than H200s for a pass"
+
+
+def test_every_setting_is_another() -> None:
+    """Wrong was: the same groups once with a device on top and once without, for which all else is alike."""
+    found = cells()
+    assert len({repr((of.setting.paces, *paced_unequal.named(of)[1:])) for of in found}) == len(found) == 24
+
+
+def test_the_verdict_says_how_wrong_beliefs_are() -> None:
+    def found(choice: str, believed: str) -> list[str]:
+        row = dict.fromkeys(COLUMNS, "1") | {"coupled": "1.50", FIRST: "2.00", "best in hindsight": FIRST}
+        return list((row | {"chosen by costs": choice, "believed": believed}).values())
+
+    rows = [found("coupled", "2.10"), found(FIRST, "1.90"), found("off", "1.00")]
+    assert "is off by -5 to +40 % (median +0 %)." in paced_unequal.verdict(rows)
 
 
 def test_stored_choices_are_those_of_today() -> None:

@@ -92,3 +92,8 @@ def test_likely_is_median_and_where_it_may_lie() -> None:
     # with 98 %, the third and the eighth only with 89 %
     assert results.likely([3.0, 1.0, 2.0, 6.0, 5.0, 4.0], "{:.1f}") == "3.5 (1.0-6.0)"
     assert results.likely([float(i) for i in range(10)], "{:.1f}") == "4.5 (1.0-8.0)"
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in results.RESULTS.glob("*.csv")))
+def test_what_is_stored_has_rows(name: str) -> None:
+    assert results.stored(name)

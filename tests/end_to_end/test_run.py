@@ -60,6 +60,7 @@ def phases(trace: Path) -> list[str]:
 
 def test_a_run_ends_well_and_says_what_it_did(finished: Launched) -> None:
     assert finished.code == 0, finished.output
+    assert "Warning" not in finished.output
     assert "held-out accuracy" in finished.output
     assert "replay: of the last 2 steps from a checkpoint, with at most 0 trained again; " in finished.output
     for phase in ("data", "warm-up", "engines", "export"):

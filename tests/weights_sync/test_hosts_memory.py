@@ -87,12 +87,15 @@ def test_a_rank_without_room_for_what_comes_from_other_hosts_has_all_use_buckets
     job.learn()
     with mock.patch.object(pulls, "room_bytes", room_bytes):
         [note] = {report.note for report in job.reports()}
+        job.learn()
+        assert {(report.num_rounds, report.note) for report in job.reports()} == {(1, "")}, "asked again, told once"
     size = f"{SIZE} bytes are needed, and a rank may take {SIZE - 1}"
     assert note == f"rank 2: no memory for what comes from other hosts: {size}"
     assert job.right()
-    job.learn()
-    assert {report.num_rounds for report in job.reports()} == {1}
-    assert job.right()
+    for num_rounds in (1, 0):  # now there is room, and it makes the plan
+        job.learn()
+        assert {report.num_rounds for report in job.reports()} == {num_rounds}
+        assert job.right()
 
 
 def test_room_is_for_what_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,13 +106,28 @@ def test_room_is_for_what_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "unregister", lambda part: None)
     mirrored = mirrors.Mirrors(alone, [0])
     cross = [mirrors.Crossing(0, 1, 0, 0, 1), mirrors.Crossing(0, 1, 0, end - 1, end)]
-    assert mirrored.make(cross, most_bytes=1) == [
-        "no memory for what comes from other hosts: 2 bytes are needed, and a rank may take 1"
-    ]
+    for room, told in ((1, 1), (-1, 0)):
+        assert mirrored.make(cross, most_bytes=room) == [
+            f"no memory for what comes from other hosts: 2 bytes are needed, and a rank may take {told}"
+        ]
     assert mirrored.make(cross, most_bytes=2) == [""]
     assert locked == [LOCKED_BYTES] * 2
     assert mirrored.data(0).numel() == end
     mirrored.close()
+
+
+def test_pages_of_a_mirror_that_is_used_again_stay_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of a push end at different bytes."""
+    alone: Any = SimpleNamespace(rank=0, gather=lambda value, kind: [value])
+    calls = list[int]()
+    monkeypatch.setattr(memory, "register", lambda part: calls.append(part.numel() // LOCKED_BYTES))
+    monkeypatch.setattr(memory, "unregister", lambda part: calls.append(-part.numel() // LOCKED_BYTES))
+    mirrored = mirrors.Mirrors(alone, [0])
+    for pieces in (4, 2, 3, 4, 5, 1):
+        assert mirrored.make([mirrors.Crossing(0, 1, 0, 0, pieces * LOCKED_BYTES)]) == [""]
+    assert calls == [4, -4, 5], "once, and again where the mirror grew"
+    mirrored.close()
+    assert calls[3:] == [-5]
 
 
 @pytest.mark.parametrize("error", [LOCK, FULL])

@@ -19,10 +19,12 @@ from specactor.rollout.sglang.overlap import Loop
 from specactor.rollout.sglang.rank_calls import RANK_CALLS
 from specactor.rollout.sglang.verify_worker import Worker
 from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.speculator import Speculator
 from tests.rollout.sglang.drafters import HalfRight, Memory
 
 _texts: dict[tuple[tuple[int, ...], int], list[int]] = {}
 _seen = {"ahead": 0, "retracted": 0, "under_way": 0, "chunked": 0, "cached": 0, "longest_prefill": 0}
+_rounds: list[tuple[bool, int]] = []
 _undo: list[Callable[[], None]] = []
 
 
@@ -174,6 +176,31 @@ def overlap_rounds(context: Any, on: bool) -> int:
     count: int = _seen["ahead"]
     _seen["ahead"] = 0
     return count
+
+
+@call
+def promise_plain_rounds(context: Any, rounds: int) -> None:
+    """After each round that was decided; `rounds_of_requests` then says which rounds there were."""
+    drafts, plain_round = Worker._drafts, Worker._plain_round
+
+    def decided(worker: Any, reqs: Any, running: Any) -> Any:
+        _rounds.append((True, len(reqs)))
+        return drafts(worker, reqs, running)
+
+    def plain(worker: Any, batch: Any, *arguments: Any) -> Any:
+        _rounds.append((False, len(batch.reqs)))
+        return plain_round(worker, batch, *arguments)
+
+    _rounds.clear()
+    _patch(Worker, "_drafts", decided)
+    _patch(Worker, "_plain_round", plain)
+    _patch(Speculator, "plain_rounds_ahead", property(lambda _: rounds))
+
+
+@call
+def rounds_of_requests(context: Any, _: object) -> list[tuple[bool, int]]:
+    """Of each round, whether it was decided what to draft, and for how many requests."""
+    return _rounds
 
 
 @call

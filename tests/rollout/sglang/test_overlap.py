@@ -3,6 +3,7 @@ rounds as without, whatever comes in between; and wrong versions of it are caugh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import pytest
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.rollout.sglang.engine_client import Engine, EngineDied, EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import TRACE
+from specactor.rollout.speculation.probing import SOON
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.conftest import request, two_ranks_are_deep
@@ -86,6 +88,25 @@ def test_switched_in_the_middle(speculating: Engine) -> None:
         thread.join(0.02)
     assert turns > 1
     assert facts(answers) == expected
+
+
+def test_half_as_many_requests_are_soon_decided_for(speculating: Engine) -> None:
+    """However many plain rounds were promised to all of them, on all ranks in the same round; not before half of them
+    have ended."""
+    requests = [request(i, new=24 if i < 7 else 36 if i == 7 else 48) for i in range(16)]
+    expected = run(speculating, NOBODY, requests, overlap=False)
+    speculating.flush()
+    configure(speculating, drafter("Half"))
+    probe(speculating, "promise_plain_rounds", 1000)
+    assert facts(speculating.generate(requests)) == expected
+    rounds, *others = map(json.loads, speculating.rank_call("probe.rounds_of_requests", b"", timeout_s=60))
+    assert all(other == rounds for other in others)
+    all_there = next(i for i, (_, count) in enumerate(rounds) if count == 16)
+    half = next(i for i, (_, count) in enumerate(rounds) if i > all_there and count <= 8)
+    decided = [i for i, (is_decided, _) in enumerate(rounds) if is_decided]
+    assert [i for i in decided if all_there + SOON < i < half] == []
+    assert rounds[half - 1] == [False, 9]
+    assert min(i for i in decided if i >= half) <= half + SOON
 
 
 def test_tokens_are_read_on_the_device(speculating: Engine) -> None:
