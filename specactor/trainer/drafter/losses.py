@@ -10,8 +10,8 @@ states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 from specactor.trainer.drafter.buffer import TrainingExample
+
+PART_LOGITS = 2**25  # of which losses are computed at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,10 @@ class Batch:
     top_logp_NK: Tensor
     has_top_k_N: Tensor
     states_BTF: Tensor | None = None  # the policy's, for a head
+
+    def rows(self, part: slice) -> Batch:
+        """Return these of the N rows."""
+        return replace(self, **{name: value[part] for name, value in vars(self).items() if "_N" in name})
 
 
 def plan_micro_batches(lengths: Sequence[int], ranks: int, capacity: int) -> list[list[list[int]]]:
@@ -95,6 +102,20 @@ def build(examples: Sequence[TrainingExample], device: torch.device) -> Batch:
 def draft_logprobs(logits_NV: Tensor, temperatures_N: Tensor) -> Tensor:
     """Return log q [N, V], float32, at the temperature that the policy was sampled at."""
     return (logits_NV.float() / temperatures_N[:, None]).log_softmax(-1)
+
+
+def by_parts(losses_of: Callable[[Tensor, slice], tuple[Tensor, Tensor]], logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (loss [N], overlap [N]) by `losses_of`, which sees few rows at once, and again for their gradient: nothing
+    but logits and their gradient is there for all rows."""
+    each = max(1, PART_LOGITS // logits_NV.shape[1])
+    if len(logits_NV) <= each:
+        return losses_of(logits_NV, slice(None))
+    found = [
+        checkpoint(losses_of, part_PV, slice(i * each, (i + 1) * each), use_reentrant=False, preserve_rng_state=False)
+        for i, part_PV in enumerate(logits_NV.split(each))
+    ]
+    loss_N, overlap_N = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return loss_N, overlap_N
 
 
 def token_losses(logq_NV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
