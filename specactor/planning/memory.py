@@ -34,7 +34,7 @@ DRAFT_LOGIT_BYTES = 8  # of one of its micro-batch: in float32, with a copy of t
 PART_BYTES = 24 * 2**25  # of what its loss computes with at once (`trainer.drafter.losses.PART_LOGITS`)
 HEAD_STEPS = 4  # `trainer.drafter.head_training.STEPS`
 OVERHEAD_BYTES = 3e9  # of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed
-MICRO_BATCH = "draft model, micro-batch"  # what it takes beyond the policy's
+MICRO_BATCH = "draft micro-batch"  # what it takes beyond the policy's
 ESTIMATED = ("activations", "logits", MICRO_BATCH, "overhead")  # no line of code allocates them as they stand here
 
 
