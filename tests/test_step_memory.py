@@ -26,7 +26,7 @@ RECIPES = [
     ("qwen3_8b", 8, ()),
 ]
 DRAFT_MICRO_BATCH = 4096 * (28 * 32_768 * 4 + 2 * 151_936 * 4) + 6 * 2**27
-"""Bytes that Qwen3-0.6B takes for 4,096 tokens: of layers for gradients, of logits and a copy, of a part of the loss."""
+"""Bytes that Qwen3-0.6B takes for 4,096 tokens: of layers, of logits and their copy, of a part of the loss."""
 ENGINE, CACHES = ("policy, engine", "draft model"), ("keys and values",)
 
 
