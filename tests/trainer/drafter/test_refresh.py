@@ -361,20 +361,15 @@ def test_a_full_disk_is_an_error_of_the_checkpoint(
 
 
 def test_weights_that_are_not_finite_are_neither_pushed_nor_saved(
-    world: World, collective: Collective, draft_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, collective: Collective, draft_dir: Path, tmp_path: Path
 ) -> None:
     """However they came to be: what resumes there begins with the draft model that it was given."""
     world.step(1)
     held = world.held()
-
-    def spoils(**_: Any) -> Any:
-        with torch.no_grad():
-            next(world.it.drafter.model.parameters()).view(-1)[0] = torch.inf
+    with world.it._on_device(), torch.no_grad():
+        next(world.it.drafter.model.parameters()).view(-1)[0] = torch.inf
         world.it.drafter.version = 2
-        return SimpleNamespace(updates=0)
-
-    monkeypatch.setattr(world.it.drafter, "refresh", spoils)
-    metrics = world.step(2)
+    metrics = world.it.push()
     assert (metrics["drafter/pushed_bytes"], metrics["drafter/oldest_version"]) == (0, 1)
     assert world.held() == held
     assert "not finite" in world.notes[-1]
