@@ -25,8 +25,8 @@ RECIPES = [
     ("qwen3_30b_a3b", 64, ()),
     ("qwen3_8b", 8, ()),
 ]
-DRAFT_MICRO_BATCH = 4096 * (28 * 32_768 * 4 + 2 * 151_936 * 4) + 6 * 2**27
-"""Bytes that Qwen3-0.6B takes for 4,096 tokens: of layers, of logits and their copy, of a part of the loss."""
+DRAFT_MICRO_BATCH = 4096 * (28 * 32_768 * 4 + 151_936 * 4) + 6 * 2**27
+"""Bytes that Qwen3-0.6B takes for 4,096 tokens: of layers, of logits, of a part of the loss."""
 ENGINE, CACHES = ("policy, engine", "draft model"), ("keys and values",)
 
 

@@ -30,7 +30,7 @@ LOGIT_BYTES = 10  # of one logit of a micro-batch: in bfloat16, in float32 for t
 LAYER_BYTES = 34  # per token and channel of a layer, fused attention: arXiv 2205.05198, table 2
 TRITON_PART = 256  # keys whose share of the attention is computed at once, in deterministic engines
 DRAFT_BYTES = 12  # of a draft model's weight that learns, and its moments; a refresh has copies in host memory
-DRAFT_LOGIT_BYTES = 8  # of one of its micro-batch: in float32, with a copy of the rows that are learned from
+DRAFT_LOGIT_BYTES = 4  # of one of its micro-batch, whose place its gradient takes
 PART_BYTES = 24 * 2**25  # of what its loss computes with at once (`trainer.drafter.losses.PART_LOGITS`)
 HEAD_STEPS = 4  # `trainer.drafter.head_training.STEPS`
 OVERHEAD_BYTES = 3e9  # of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed
@@ -158,7 +158,7 @@ def _draft_microbatch(config: Config, draft: TransformerShape) -> float:
     if draft.reads:  # its attention keeps each pair of tokens, and a copy of that
         layers += 2 * BYTES["float32"] * draft.heads * tokens**2
     logits = DRAFT_LOGIT_BYTES * tokens * draft.vocab
-    return (HEAD_STEPS if draft.reads else 1) * (layers + logits) + min(PART_BYTES, 3 * logits)
+    return (HEAD_STEPS if draft.reads else 1) * (layers + logits) + min(PART_BYTES, 6 * logits)
 
 
 def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:

@@ -111,8 +111,7 @@ class HeadTrainer(DrafterTrainer):
 
         for step, logits in enumerate(self._updater.replica(batch.tokens_BT, states_BTF, embedded, steps=STEPS)):
             if columns_NK.shape[1]:
-                logits_NW = logits.flatten(0, 1).index_select(0, batch.row_N)
-                yield losses.by_parts(partial(of_rows, step), logits_NW)
+                yield losses.by_parts(partial(of_rows, step), logits.flatten(0, 1), batch.row_N)
             else:  # an empty micro-batch takes part in the reduction
                 yield 0.0 * logits.sum()[None], logits.new_zeros(1)
 

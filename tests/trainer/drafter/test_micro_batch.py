@@ -59,7 +59,7 @@ def batch() -> losses.Batch:
 
 
 def most_bytes(made: DrafterTrainer) -> int:
-    """Of a micro-batch, beside gradients of parameters."""
+    """Of a micro-batch, and the gradient of the output projection, which is there at once."""
     given, live = batch(), LiveBytes()
     with live:
         loss, _ = made._loss(given)
@@ -81,7 +81,9 @@ def test_a_micro_batch_takes_what_is_predicted(monkeypatch: pytest.MonkeyPatch) 
     predicted = memory._draft_microbatch(replace(load(["qwen3_8b"]), distillation=settings), SHAPE)
     fused, eager = model(), model()
     init.use_fused_attention(fused)
-    assert 0.85 * predicted < most_bytes(made_with(fused)) <= predicted
+    predicted += fused.lm_head.weight.nbytes
+    # what is left out, single numbers per token and head, is more in a small model
+    assert 0.95 * predicted < most_bytes(made_with(fused)) < 1.06 * predicted
     eager.set_attn_implementation("eager")
     assert most_bytes(made_with(eager)) > 1.3 * predicted
     monkeypatch.setattr(losses, "PART_LOGITS", 2**30)
