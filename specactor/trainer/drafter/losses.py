@@ -131,7 +131,7 @@ class _ByParts(torch.autograd.Function):
         return loss_N, overlap_N
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         saved_MV, row_N = ctx.saved_tensors
         logits_MV, (losses_of, parts) = saved_MV.detach(), ctx.given
         for part in parts:
