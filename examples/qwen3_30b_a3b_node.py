@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 launch/train_moe.py qwen3_30b_a3b_node, with the paths of qwen3_30b_a3b
 
 Moments and main weights of the experts have one copy among 8 devices, 46 GB on each in float32, too much beside the
-rest: they are in host memory, where Adam computes (510 GB in all, 870 at a checkpoint). A device then holds at most 77
-of 80 GB, as on 8 nodes, by `specactor plan qwen3_30b_a3b_node --devices 8`. A step has as many prompts.
+rest: they are in host memory, where Adam computes (625 GB in all, 991 at a checkpoint). A device then holds at most
+78.7 of 80 GB, as on 8 nodes, by `specactor plan qwen3_30b_a3b_node --devices 8`. A step has as many prompts.
 """
 
 from dataclasses import replace

@@ -19,7 +19,14 @@ from specactor.weights_sync.sender import SyncReport
 
 T = TypeVar("T")
 H100 = 80e9
-RECIPES = [("qwen3_30b_a3b_node", 8), ("qwen3_30b_a3b", 16), ("qwen3_30b_a3b", 64), ("qwen3_8b", 8)]
+RECIPES = [
+    ("qwen3_30b_a3b_node", 8, ()),
+    ("qwen3_30b_a3b", 16, ("--train.optimizer-state", "bfloat16")),
+    ("qwen3_30b_a3b", 64, ()),
+    ("qwen3_8b", 8, ()),
+]
+DRAFT_MICRO_BATCH = 4096 * (28 * 32_768 * 4 + 151_936 * 4) + 6 * 2**27
+"""Bytes that Qwen3-0.6B takes for 4,096 tokens: of layers, of logits, of a part of the loss."""
 ENGINE, CACHES = ("policy, engine", "draft model"), ("keys and values",)
 
 
@@ -109,6 +116,9 @@ class DraftModel:
 
     def refresh(self, batch: Any, **_: Any) -> dict[str, float]:
         with self.gpu.held("draft model, trainer"):
+            self.gpu.used["its micro-batch"] = DRAFT_MICRO_BATCH
+            self.gpu.take()
+            self.gpu.give("its micro-batch")
             return {}
 
     def push(self) -> dict[str, float]:
@@ -193,16 +203,17 @@ def steps(gpu: Gpu, name: str, words: Sequence[str], monkeypatch: pytest.MonkeyP
     return saved
 
 
-@pytest.mark.parametrize(("name", "world"), RECIPES)
-def test_no_step_takes_more_than_is_predicted(name: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "world", "settings"), RECIPES)
+def test_no_step_takes_more_than_is_predicted(
+    name: str, world: int, settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And checkpoints are written while the trainer has the device."""
-    words = [] if name == "qwen3_8b" else ["--parallel.engines", str(world // 4)]
+    words = [*settings, *([] if name == "qwen3_8b" else ["--parallel.engines", str(world // 4)])]
     gpu = Gpu(memory_of(load([name, *words]), world, H100))
     saved = steps(gpu, name, words, monkeypatch)
     assert set(saved) <= {"optimizer"}, "engines have given theirs"
-    for phase in ("rollout", "sync"):
+    for phase in PHASES:
         assert gpu.peaks[phase] == pytest.approx(gpu.memory.of(phase)), "nothing else is there, and nothing lacks"
-    assert 0.7 * gpu.memory.of("train") < gpu.peaks["train"] <= gpu.memory.of("train")
 
 
 @pytest.mark.parametrize("wrong", ["the draft model stays", "the optimizer stays", "engines keep theirs"])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from specactor.config import Config
+from specactor.config import Config, DraftTrainingConfig
 from specactor.config.speculation import MADE_BY_WARM_UP, WARM_UP_HEAD
 from specactor.errors import ConfigError
 from specactor.parallel.layout import Layout, ModelShape, check, longest_text
@@ -29,9 +29,13 @@ MAIN_WEIGHT_BYTES = 4  # beside parameters that are not float32 themselves
 LOGIT_BYTES = 10  # of one logit of a micro-batch: in bfloat16, in float32 for the loss, and its gradient
 LAYER_BYTES = 34  # per token and channel of a layer, fused attention: arXiv 2205.05198, table 2
 TRITON_PART = 256  # keys whose share of the attention is computed at once, in deterministic engines
-DRAFT_BYTES = 12  # of a draft model's weight that learns, and its moments; a refresh keeps copies of them
+DRAFT_BYTES = 12  # of a draft model's weight that learns, and its moments; a refresh has copies in host memory
+DRAFT_LOGIT_BYTES = 4  # of one of its micro-batch, whose place its gradient takes
+PART_BYTES = 24 * 2**25  # of what its loss computes with at once (`trainer.drafter.losses.PART_LOGITS`)
+HEAD_STEPS = 4  # `trainer.drafter.head_training.STEPS`
 OVERHEAD_BYTES = 3e9  # of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed
-ESTIMATED = ("activations", "logits", "overhead")  # rows that no line of code allocates as they stand here
+MICRO_BATCH = "draft micro-batch"  # what it takes beyond the policy's
+ESTIMATED = ("activations", "logits", MICRO_BATCH, "overhead")  # no line of code allocates them as they stand here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +119,9 @@ def of_job(
         rows["critic"] = dict(rows["optimizer"]) | {"train": (width + GRADIENT_BYTES) * held + optimizer}
     if learns is not None:
         rows["draft model, trainer"] = _of_draft_training(config, layout, learns)
+        # The policy's comes before it, and has given back what it took.
+        more = _draft_microbatch(config, learns) - rows["activations"]["train"] - rows["logits"]["train"]
+        rows[MICRO_BATCH] = {"train": max(0.0, more)}
     mtp = shape.mtp_layers if config.rollout.speculation.uses_mtp else 0
     if drafts or mtp:
         # Their keys and values are in the same pool (`draft_runner`); weights are there before the pool is made.
@@ -133,12 +140,25 @@ def of_job(
 
 
 def _of_draft_training(config: Config, layout: Layout, draft: TransformerShape) -> dict[Phase, float]:
-    """Its micro-batches take what those of the policy took before."""
+    """Return what is there beside its micro-batches."""
     gradients = 2 * GRADIENT_BYTES if layout.world > 1 else GRADIENT_BYTES  # DDP has its own beside them
     if config.distillation.zero_stage:  # DeepSpeed's memory is not handed over; at most:
         state = 0 if config.distillation.offload else DRAFT_BYTES / layout.world
         return dict.fromkeys(PHASES, (BYTES["float32"] + GRADIENT_BYTES + state) * draft.params)
-    return {"train": (2 * DRAFT_BYTES + gradients) * draft.params}
+    return {"train": (DRAFT_BYTES + gradients) * draft.params}
+
+
+def _draft_microbatch(config: Config, draft: TransformerShape) -> float:
+    """Return the bytes of a micro-batch in float32, whole on every rank, of which nothing is computed again but the
+    loss: what PyTorch keeps of every layer for its gradients, and logits. A head is computed once per step."""
+    tokens = DraftTrainingConfig.of(config.distillation).tokens_per_microbatch
+    norms, mlp = 6 * draft.hidden, 4 * draft.intermediate
+    attention = draft.head_dim * (6 * draft.heads + 2 * draft.kv_heads)
+    layers = BYTES["float32"] * tokens * draft.layers * (norms + attention + mlp)
+    if draft.reads:  # its attention keeps each pair of tokens, and a copy of that
+        layers += 2 * BYTES["float32"] * draft.heads * tokens**2
+    logits = DRAFT_LOGIT_BYTES * tokens * draft.vocab
+    return (HEAD_STEPS if draft.reads else 1) * (layers + logits) + min(PART_BYTES, 6 * logits)
 
 
 def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:

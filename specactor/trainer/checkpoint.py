@@ -25,7 +25,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from specactor.config.rollout import guarantee
 from specactor.errors import CheckpointError, PeerFailedError
 from specactor.parallel.collective import Collective
 
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 _CRITIC = "critic"
 """The critic's folder in a checkpoint."""
+_DEVICES = {"rows": "cpu", "SGLang's own kernel": "cuda", "torch_native's own kernel": "cuda"}
+"""Of older checkpoints by what they say of attention, where that tells; older ones yet say nothing."""
 _NAME = re.compile(r"step-(\d{6,})")
 _MODEL_FIELDS = (
     "model_type",
@@ -162,7 +163,7 @@ def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
         "optimizer_state": trainer.config.train.optimizer_state,
         "critic": trainer.critic is not None,
         "attention": engine.attention,
-        "arithmetic": guarantee(engine, gpu=trainer.device.type == "cuda", dtype=dtype).arithmetic,
+        "device": trainer.device.type,
     }
 
 
@@ -227,12 +228,12 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
             f"{now['attention'] or 'none'}: the tokens would be those of two runs, since attention backends "
             "round differently. Go on with the one it was saved with, or train its exported model in a new run."
         )
-    engines = saved.get("arithmetic", now["arithmetic"])  # the device decides where no backend was named
-    if engines != now["arithmetic"]:
+    device = saved.get("device") or _DEVICES.get(saved.get("arithmetic", ""), now["device"])
+    if device != now["device"]:
         raise CheckpointError(
-            f"{path}: was saved with attention by {engines}, expected {now['arithmetic']}: the tokens would be "
-            "those of two runs, since each rounds differently. Go on where it was saved, on CPUs or on GPUs, or "
-            "train its exported model in a new run."
+            f"{path}: was saved on device {device}, expected {now['device']}: the tokens would be those of two runs, "
+            "since each rounds differently. Go on where it was saved, on CPUs or on GPUs, or train its exported model "
+            "in a new run."
         )
 
 

@@ -81,7 +81,7 @@ class DraftSender:
 
     def pack(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> DraftWeights:
         """Copy the weights, under Hugging Face names, over those before."""
-        tensors = [(name, tensor.detach().to("cpu", self._dtype).contiguous()) for name, tensor in weights]
+        tensors = [(name, tensor.detach().to(self._dtype).cpu().contiguous()) for name, tensor in weights]
         slots: list[Slot] = []
         end = 0
         for name, tensor in tensors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -12,13 +13,15 @@ from typing import Literal
 import pytest
 from rich.console import Console
 
+from examples import qwen3_30b_a3b_node
 from specactor.config import Config
 from specactor.errors import ConfigError
 from specactor.parallel.layout import Layout, longest_text
 from specactor.planning.command import show_memory
-from specactor.planning.memory import PHASES, Memory, Phase, host_memory_of, memory_of, of_job
+from specactor.planning.memory import MICRO_BATCH, PHASES, Memory, Phase, host_memory_of, memory_of, of_job
 from specactor.planning.model_shapes import SHAPES
 from specactor.recipes import load, recipes, to_json
+from tests.test_step_memory import DRAFT_MICRO_BATCH
 
 ROOT = Path(__file__).parents[2]
 H100 = 80e9
@@ -139,12 +142,28 @@ def test_a_host_has_the_policy_once_for_its_engines(devices: int) -> None:
 
 def test_the_page_says_what_is_predicted() -> None:
     said = (ROOT / "docs" / "gpu.md").read_text().partition("## Predicted peaks")[2].partition("\n## ")[0]
-    rows = re.findall(r"\| (qwen\w+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", said)
+    rows = re.findall(r"\| (qwen\w+)([^|]*) \| (\d+) \| ([\d.]+) \| ([\d.]+)(, refused)? \| ([\d.]+) \|", said)
     assert len(rows) == 5
-    for name, devices, *peaks in rows:
+    for name, settings, devices, rollout, train, refused, sync in rows:
         words = [] if name == "qwen3_8b" else ["--parallel.engines", str(int(devices) // 4)]
-        memory = memory_of(load([name, *words]), int(devices), H100)
-        assert [f"{memory.of(phase) / 1e9:.1f}" for phase in PHASES] == peaks
+        memory = memory_of(load([name, *settings.strip(" `").split(), *words]), int(devices), H100)
+        assert [f"{memory.of(phase) / 1e9:.1f}" for phase in PHASES] == [rollout, train, sync]
+        assert bool(refused) != memory.fits
+        with pytest.raises(ConfigError) if refused else nullcontext():
+            memory.check()
+
+
+def test_one_node_says_what_it_takes() -> None:
+    said = re.sub(r"\s+", " ", qwen3_30b_a3b_node.__doc__ or "")
+    config = load(["qwen3_30b_a3b_node"])
+    of_host, of_device = host_memory_of(config, 8, 8), memory_of(config, 8, H100)
+    for memory, figures in (
+        (of_host, re.findall(r"\((\d+) GB in all, (\d+) at a checkpoint\)", said)[0]),
+        (of_device, re.findall(r"at most ([\d.]+) of 80 GB", said)),
+    ):
+        digits = 1 if memory is of_device else 0
+        of = sorted({f"{memory.of(phase) / 1e9:.{digits}f}" for phase in PHASES}, key=float)
+        assert of[-len(figures) :] == [*figures], (of, figures)
 
 
 def test_one_node_differs_from_eight_in_what_it_must() -> None:
@@ -174,24 +193,31 @@ def test_plan_prints_a_recipes_memory(capsys: pytest.CaptureFixture[str]) -> Non
     assert "qwen3_30b_a3b: GB on each of 8 H200" in said
     assert "optimizer" in said
     assert "GB in the memory of a host with 8" in said
-    assert "It fits in 141 GB; activations, logits, overhead are estimates." in said
+    assert "It fits in 141 GB; activations, logits, draft micro-batch, overhead are estimates." in said
     words = ["qwen3_30b_a3b", "--devices", "8", "--parallel.engines", "2"]
     show_memory([*words, "--distillation.refresh", "0"], Console(width=100))
     assert "It does not fit in 80 GB" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"^parallel: got .91 GB per device in phase train"):
+    with pytest.raises(ConfigError, match=r"^parallel: got .83 GB per device in phase train"):
         show_memory(words, Console(width=100))
     assert "draft model, trainer" in capsys.readouterr().out, "the table is printed before it is refused"
 
 
 def test_a_draft_model_that_learns_is_counted() -> None:
-    """Float32 weights and moments, twice, since a refresh may be taken back; its gradients, and DDP's. DeepSpeed keeps
-    what it has while engines generate."""
+    """Float32 weights and moments; its gradients, and DDP's. DeepSpeed keeps what it has while engines generate. Its
+    micro-batch is there instead of the policy's."""
     size = SHAPES["Qwen3-0.6B"].params
 
     def row(*words: str) -> Mapping[Phase, float]:
         return memory_of(load(["qwen3_8b", *words]), 8, H100).rows.get("draft model, trainer", {})
 
-    assert row() == {"train": 32 * size}
+    assert row() == {"train": 20 * size}
+    with_drafts, without = (
+        memory_of(load(["qwen3_8b", "--distillation.refresh", refresh]), 8, H100) for refresh in ("0.03", "0")
+    )
+    of_policy = sum(without.rows[name]["train"] for name in ("activations", "logits"))
+    assert with_drafts.of("train") - without.of("train") == pytest.approx(20 * size + DRAFT_MICRO_BATCH - of_policy)
+    fewer = load(["qwen3_8b", "--train.tokens-per-microbatch", "65536"])
+    assert memory_of(fewer, 8, H100).rows[MICRO_BATCH]["train"] == 0, "the policy's takes more"
     assert row("--distillation.refresh", "0") == {}
     assert row("--distillation.zero", "2") == dict.fromkeys(PHASES, pytest.approx(9.5 * size))
     assert row("--distillation.zero", "2_offload") == dict.fromkeys(PHASES, 8 * size)

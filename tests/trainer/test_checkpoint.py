@@ -91,16 +91,29 @@ def test_another_attention_backend_is_an_error(one_rank: dict[str, Any]) -> None
     assert "no attention backend in rollout.engine.extra_args, expected {'attention_backend': 'tiles'}" in said
 
 
-def test_a_run_keeps_the_arithmetic_of_its_attention(two_ranks: dict[str, Any], tmp_path: Path) -> None:
-    """Where no backend is named, a GPU's is another one than a CPU's."""
-    saved = json.loads((Path(two_ranks["checkpoints"]["TP2"]) / "state.json").read_text())
-    assert saved["arithmetic"] == "rows"
-    checkpoint._check_identity(saved, saved, tmp_path)
-    older = {name: value for name, value in saved.items() if name != "arithmetic"}
-    checkpoint._check_identity(older, saved, tmp_path)
-    on_gpu = saved | {"arithmetic": guarantee(EngineConfig(), gpu=True, dtype="float32").arithmetic}
-    with pytest.raises(CheckpointError, match="was saved with attention by rows, expected SGLang's own kernel: the"):
-        checkpoint._check_identity(saved, on_gpu, tmp_path)
+def test_a_run_goes_on_where_it_was_saved(two_ranks: dict[str, Any], tmp_path: Path) -> None:
+    """On CPUs or on GPUs, also with an attention backend that both have."""
+    on_cpu = json.loads((Path(two_ranks["checkpoints"]["TP2"]) / "state.json").read_text())
+    assert on_cpu["device"] == "cpu"
+    on_gpu, older = on_cpu | {"device": "cuda"}, {name: value for name, value in on_cpu.items() if name != "device"}
+
+    def said(gpu: bool, backend: str | None = None) -> dict[str, Any]:
+        """What an older checkpoint says."""
+        engine = EngineConfig(extra_args={"attention_backend": backend} if backend else {})
+        return older | {"arithmetic": guarantee(engine, gpu=gpu, dtype="float32").arithmetic}
+
+    goes_on = [(on_cpu, on_cpu), (older, on_cpu), (older, on_gpu), (said(False), on_cpu), (said(True), on_gpu)]
+    goes_on += [(said(gpu, "tiles"), now) for gpu in (False, True) for now in (on_cpu, on_gpu)]
+    for saved, now in goes_on:
+        checkpoint._check_identity(saved, now, tmp_path)
+    for saved, now in ((on_cpu, on_gpu), (on_gpu, on_cpu)):
+        tiles = {"attention": {"attention_backend": "tiles"}}
+        with pytest.raises(CheckpointError, match=f"on device {saved['device']}, expected {now['device']}: the"):
+            checkpoint._check_identity(saved | tiles, now | tiles, tmp_path)
+    others = [(said(False), on_gpu), (said(True), on_cpu), (said(True, "torch_native"), on_cpu)]
+    for saved, now in others:
+        with pytest.raises(CheckpointError, match="was saved on device"):
+            checkpoint._check_identity(saved, now, tmp_path)
 
 
 def test_only_the_newest_are_kept_and_unfinished_ones_removed(one_rank: dict[str, Any]) -> None:

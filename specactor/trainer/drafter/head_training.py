@@ -6,6 +6,7 @@ Shapes as in `drafter.losses`; W vocabulary of the head.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,17 +98,22 @@ class HeadTrainer(DrafterTrainer):
         # what is certain to be lost, since the head cannot draft it, is no distance
         lost_N = (logp_NK.exp() * (logp_NK - SURELY_NOT)).where(unknown_NK, torch.zeros_like(logp_NK)).sum(1)
         assert isinstance(self._updater, PlainUpdater)
-        for step, logits in enumerate(self._updater.replica(batch.tokens_BT, states_BTF, embedded, steps=STEPS)):
-            logq_NW = losses.draft_logprobs(logits.flatten(0, 1).index_select(0, batch.row_N), batch.temperatures_N)
+
+        def of_rows(step: int, logits_PW: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+            rows = batch.rows(part)
+            logq_PW = losses.draft_logprobs(logits_PW, rows.temperatures_N)
             if num_known < len(self._column_V):
-                logq_NW = functional.pad(logq_NW, (0, 1), value=SURELY_NOT)
-            reached_N = batch.place_N > step
-            if not columns_NK.shape[1]:  # an empty micro-batch takes part in the reduction
+                logq_PW = functional.pad(logq_PW, (0, 1), value=SURELY_NOT)
+            kl_P = losses.forward_kl(logq_PW, columns_NK[part], rows.top_logp_NK) - lost_N[part]
+            overlap_P = losses.overlap(logq_PW.detach(), columns_NK[part], rows.top_logp_NK)
+            reached_P = rows.place_N > step
+            return kl_P.where(reached_P, torch.zeros_like(kl_P)), overlap_P.where(reached_P, torch.zeros_like(kl_P))
+
+        for step, logits in enumerate(self._updater.replica(batch.tokens_BT, states_BTF, embedded, steps=STEPS)):
+            if columns_NK.shape[1]:
+                yield losses.by_parts(partial(of_rows, step), logits.flatten(0, 1), batch.row_N)
+            else:  # an empty micro-batch takes part in the reduction
                 yield 0.0 * logits.sum()[None], logits.new_zeros(1)
-                continue
-            kl_N = losses.forward_kl(logq_NW, columns_NK, logp_NK) - lost_N
-            overlap_N = losses.overlap(logq_NW.detach(), columns_NK, logp_NK)
-            yield kl_N.where(reached_N, torch.zeros_like(kl_N)), overlap_N.where(reached_N, torch.zeros_like(kl_N))
 
 
 def _kl(p_NV: Tensor, logp_NV: Tensor, logq_NV: Tensor) -> Tensor:

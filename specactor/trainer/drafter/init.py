@@ -26,6 +26,7 @@ from specactor.trainer.drafter.head import Eagle3Start, is_head, make_head, read
 
 _MODEL = "model.layers."
 _MLP = ("gate_proj", "up_proj", "down_proj")
+_FUSED = "specactor_fused"  # of the attention of draft models on GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,25 @@ def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError.at("model", str(folder), "a folder with a model in Hugging Face format", reason) from error
     fill_buffers(model)
+    if torch.device(device).type == "cuda" and not getattr(model.config, "sliding_window", None):
+        use_fused_attention(model)
     return model.to(device).eval()
+
+
+def use_fused_attention(model: Any) -> None:
+    """Have PyTorch's fused attention on GPUs: in float32 it has none for grouped heads, and would keep every pair of
+    tokens for gradients."""
+    the_transformers().AttentionInterface.register(_FUSED, _attend)
+    model.set_attn_implementation(_FUSED)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Return [B, T, heads, D]; batches are padded on the right, where a causal mask hides it."""
+    key, value = (of.repeat_interleave(query.shape[1] // of.shape[1], 1) for of in (key, value))
+    attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return attended.transpose(1, 2).contiguous(), None
 
 
 def read_draft(folder: Path, target: Any) -> Any:

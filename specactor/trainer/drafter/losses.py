@@ -10,8 +10,8 @@ states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specactor.trainer.drafter.buffer import TrainingExample
+
+PART_LOGITS = 2**25  # of which losses are computed at once
+
+LossesOf = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,10 @@ class Batch:
     top_logp_NK: Tensor
     has_top_k_N: Tensor
     states_BTF: Tensor | None = None  # the policy's, for a head
+
+    def rows(self, part: slice) -> Batch:
+        """Return these of the N rows."""
+        return replace(self, **{name: value[part] for name, value in vars(self).items() if "_N" in name})
 
 
 def plan_micro_batches(lengths: Sequence[int], ranks: int, capacity: int) -> list[list[list[int]]]:
@@ -95,6 +103,45 @@ def build(examples: Sequence[TrainingExample], device: torch.device) -> Batch:
 def draft_logprobs(logits_NV: Tensor, temperatures_N: Tensor) -> Tensor:
     """Return log q [N, V], float32, at the temperature that the policy was sampled at."""
     return (logits_NV.float() / temperatures_N[:, None]).log_softmax(-1)
+
+
+def by_parts(losses_of: LossesOf, logits_MV: Tensor, row_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (loss [N], overlap [N]) by `losses_of` of these rows, which sees few at once, and again for their
+    gradient. That takes the place of the logits, which nobody else may use: backward passes are made once."""
+    each = max(1, PART_LOGITS // logits_MV.shape[1])
+    if len(row_N) <= each:
+        return losses_of(logits_MV.index_select(0, row_N), slice(None))
+    parts = [slice(start, start + each) for start in range(0, len(row_N), each)]
+    loss_N, overlap_N = _ByParts.apply(logits_MV, row_N, losses_of, parts)  # type: ignore[no-untyped-call]
+    return loss_N, overlap_N
+
+
+class _ByParts(torch.autograd.Function):
+    """PyTorch's own checkpoints would hold the logits of all rows three times."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_MV: Tensor, row_N: Tensor, losses_of: LossesOf, parts: Sequence[slice]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(logits_MV, row_N)
+        ctx.given = losses_of, parts
+        found = [losses_of(logits_MV.index_select(0, row_N[part]), part) for part in parts]
+        loss_N, overlap_N = (torch.cat(of) for of in zip(*found, strict=True))
+        ctx.mark_non_differentiable(overlap_N)
+        return loss_N, overlap_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+        saved_MV, row_N = ctx.saved_tensors
+        logits_MV, (losses_of, parts) = saved_MV.detach(), ctx.given
+        for part in parts:
+            logits_PV = logits_MV.index_select(0, row_N[part]).requires_grad_()
+            with torch.enable_grad():
+                loss_P, _ = losses_of(logits_PV, part)
+            (gradient_PV,) = torch.autograd.grad(loss_P, logits_PV, grad_N[part])
+            logits_MV.index_copy_(0, row_N[part], gradient_PV)
+        others_M = torch.ones_like(logits_MV[:, 0], dtype=torch.bool).index_fill_(0, row_N, False)
+        return logits_MV.masked_fill_(others_M[:, None], 0.0), None, None, None
 
 
 def token_losses(logq_NV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

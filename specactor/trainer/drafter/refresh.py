@@ -97,8 +97,9 @@ class Distillation:
         self.recorder = recorder_of(model.layers_learned if isinstance(model, Head) else ())
         kind = HeadTrainer if isinstance(model, Head) else DrafterTrainer
         self.drafter = kind(self.config, model, seed=config.seed, group=group)
-        self.drafter.offload()
         self._sender = DraftSender(getattr(torch, config.model.dtype))
+        self._packed: DraftWeights | None = None
+        self._leave_device()
 
     def refresh(
         self, sequences: Sequence[TrainSequence], *, version: int, step_s: float, is_last: bool
@@ -132,7 +133,8 @@ class Distillation:
         metrics: dict[str, float] = {"drafter/refused": 0, "drafter/pushed_bytes": 0}
         in_vain_s = 0.0  # waited for those who did not answer
         if self._collective.any(wanting) and self._is_sound():
-            weights = self._sender.pack(self.drafter.named_weights(), version=version)
+            weights = self._packed
+            assert weights is not None, "weights that are finite are packed"
             packed_s = self._clock()
 
             def hand_over() -> tuple[list[str], float]:
@@ -188,6 +190,7 @@ class Distillation:
                     self.drafter.load(folder)
                 else:
                     self._collective.together("checkpoint", lambda: self.drafter.load(folder))
+                self._packed = None
 
     def state(self) -> dict[str, Any]:
         return asdict(self._account)
@@ -241,11 +244,13 @@ class Distillation:
     def _learn(self, limit_s: float) -> tuple[RefreshStats | None, bool]:
         """Return (statistics, whether it failed)."""
         tokens = self.drafter.tokens_per_update
-        try:
-            with self._on_device():
+        with self._on_device():
+            try:
                 stats = self.drafter.refresh(limit_s=limit_s, clock=self._clock)
-        except SpecActorError as error:  # on every rank alike, since what went wrong is a sum over ranks
-            self._note(str(error))
+            except SpecActorError as error:  # on every rank alike, since what went wrong is a sum over ranks
+                self._note(str(error))
+                stats = None
+        if stats is None:
             return None, True
         if self.drafter.tokens_per_update < tokens:
             self._note(
@@ -257,16 +262,23 @@ class Distillation:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Have the draft model where it learns; else engines have that memory."""
+        """Have the draft model where it learns; else engines have that memory. After an error, which ends the run,
+        nothing is waited for: other ranks may be in a collective."""
         self.drafter.reload()
-        try:
-            yield
-        finally:
-            self.drafter.offload()
+        yield
+        self._leave_device()
+
+    def _leave_device(self) -> None:
+        """Look at the weights and pack them where that is fast; they change nowhere else."""
+        self._is_finite = self.drafter.is_finite()
+        version = self.drafter.version
+        if version and self._is_finite and (self._packed is None or self._packed.draft_version != version):
+            self._packed = self._sender.pack(self.drafter.named_weights(), version=version)
+        self.drafter.offload()
 
     def _is_sound(self) -> bool:
         """Return whether weights are finite. Collective."""
-        sound = not self._collective.any(not self.drafter.is_finite())
+        sound = not self._collective.any(not self._is_finite)
         if not sound:
             self._note("draft model: has weights that are not finite. They are neither pushed, saved nor exported.")
         return sound

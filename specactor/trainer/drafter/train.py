@@ -239,9 +239,12 @@ class DrafterTrainer:
     def _loss(self, batch: losses.Batch) -> tuple[Tensor, Tensor]:
         """Return (sum of a micro-batch's losses, `_SUMS` over its tokens)."""
         logits = self._updater.logits(batch.tokens_BT)
-        logits_NV = logits.flatten(0, 1).index_select(0, batch.row_N)
-        logq_NV = losses.draft_logprobs(logits_NV, batch.temperatures_N)
-        loss_N, overlap_N = losses.token_losses(logq_NV, batch)
+
+        def of_rows(logits_PV: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+            rows = batch.rows(part)
+            return losses.token_losses(losses.draft_logprobs(logits_PV, rows.temperatures_N), rows)
+
+        loss_N, overlap_N = losses.by_parts(of_rows, logits.flatten(0, 1), batch.row_N)
         loss = loss_N.sum()
         if not len(loss_N):
             loss = loss + 0.0 * logits.sum()  # an empty micro-batch takes part in the reduction

@@ -42,6 +42,7 @@ class PlainUpdater:
         self._model, self._group = model, group
         self.device = next(model.parameters()).device
         self._copies = HostCopies()
+        self._on_host = False  # whether what is in host memory is what is on the device
         self._replica: nn.Module | None = None
         self._parameters = dict(model.named_parameters())
         self._adam = torch.optim.AdamW(
@@ -50,18 +51,12 @@ class PlainUpdater:
             betas=ADAM_BETAS,
             weight_decay=0.0,
         )
-        _ = self.replica
+        self._make_replica(init_sync=True)
 
     @property
     def replica(self) -> nn.Module:
-        """Return what is called in forward passes whose gradients are to be reduced. Collective where it is new."""
-        if self._replica is None:
-            self._replica = self._model
-            if self._group is not None and self._group.size() > 1:
-                # its buffers never change
-                self._replica = DistributedDataParallel(
-                    self._model, process_group=self._group, forward_sync_buffers=False
-                )
+        """Return what is called in forward passes whose gradients are to be reduced."""
+        assert self._replica is not None, "it learns where it is not"
         return self._replica
 
     def offload(self) -> None:
@@ -75,8 +70,20 @@ class PlainUpdater:
         gc.collect()  # or its hooks would reduce gradients beside those of the next
 
     def reload(self) -> None:
+        """Take it again. Collective: DDP is made here, outside of the time that a micro-batch is given."""
         if self.device.type == "cuda":
             self._copies.reload([self._adam], self.device, [self._model])
+            self._on_host = True
+        if self._replica is None:
+            self._make_replica(init_sync=False)
+
+    def _make_replica(self, *, init_sync: bool) -> None:
+        """Args: init_sync: whether rank 0 sends its weights; later all ranks have the same."""
+        self._replica = self._model
+        if self._group is not None and self._group.size() > 1:
+            made = DistributedDataParallel(self._model, process_group=self._group, init_sync=init_sync)
+            made.broadcast_buffers = False  # they never change; as an argument torch 2.13 knows another name
+            self._replica = made
 
     def micro_step(self, last: bool) -> AbstractContextManager[Any]:
         """Enclose forward and backward pass of a micro-batch; gradients are reduced in the last of an update."""
@@ -107,9 +114,18 @@ class PlainUpdater:
         self._adam.zero_grad(set_to_none=True)
 
     def kept(self) -> Callable[[], None]:
-        """Return a function that brings weights and optimizer back."""
-        weights = [parameter.detach().clone() for parameter in self._parameters.values()]
-        state = {name: value.clone() for name, value in self.optimizer_state().items()}
+        """Return a function that brings weights and optimizer back. What came from host memory is still there."""
+
+        def copy(name: str, kind: str, value: Tensor) -> Tensor:
+            host = self._copies.held(self._parameters[name], kind) if self._on_host else None
+            return value.detach().clone() if host is None else host
+
+        weights = [copy(name, "weight", parameter) for name, parameter in self._parameters.items()]
+        state = {}
+        for key, value in self.optimizer_state().items():
+            kind, _, name = key.partition(".")
+            state[key] = copy(name, kind, value)
+        self._on_host = False
 
         def restore() -> None:
             self.abandon()
@@ -127,6 +143,7 @@ class PlainUpdater:
 
     def restore_optimizer(self, state: dict[str, Tensor]) -> None:
         """Restore an `optimizer_state`. Raises CheckpointError for that of another model."""
+        self._on_host = False
         self._adam.state.clear()
         for key, value in state.items():
             kind, _, name = key.partition(".")

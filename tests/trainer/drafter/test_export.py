@@ -27,7 +27,7 @@ def test_what_is_exported_is_the_draft_model_as_it_has_become(
 
 def test_weights_that_are_not_finite_are_not_exported(collective: Collective, draft_dir: Path, tmp_path: Path) -> None:
     world = World(collective, draft_dir)
-    with torch.no_grad():
+    with world.it._on_device(), torch.no_grad():
         next(world.it.drafter.model.parameters()).view(-1)[0] = torch.nan
     assert not world.it.export(tmp_path / "draft_model")
     assert list(tmp_path.iterdir()) == []

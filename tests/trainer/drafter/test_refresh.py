@@ -23,7 +23,7 @@ from specactor.rollout.drafter_pool import DrafterPool
 from specactor.trainer import checkpoint
 from specactor.trainer.drafter.refresh import FOLDER, Distillation, TimeAccount, left_behind
 from specactor.trainer.drafter.train import DrafterTrainer
-from specactor.trainer.drafter.updates import PlainUpdater
+from specactor.trainer.drafter.updates import PlainUpdater, diverged
 from specactor.types import TrainSequence
 from specactor.weights_sync.draft_push import DraftSender
 from specactor.weights_sync.messages import DraftWeights
@@ -54,10 +54,18 @@ def test_every_refresh_is_a_version_that_all_who_draft_get(world: World) -> None
     assert world.notes == []
 
 
+LEARNS = "refresh save load is_finite"
+
+
+def diverging(self: DrafterTrainer, **_: Any) -> None:
+    raise diverged("loss", torch.nan)
+
+
 def test_a_gpu_has_the_draft_model_only_while_it_learns(
     collective: Collective, draft_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All else reads it in host memory: the engines have the device then."""
+    """All else reads it in host memory: the engines have the device then. What the host's one thread would take long
+    for is done before: its numbers are looked at, and rounded to be sent."""
     events: list[str] = []
 
     def note(kind: type, name: str) -> None:
@@ -74,23 +82,28 @@ def test_a_gpu_has_the_draft_model_only_while_it_learns(
         events.clear()
         return seen
 
-    for kind, names in ((PlainUpdater, "offload reload"), (DrafterTrainer, "refresh save load"), (DraftSender, "pack")):
+    for kind, names in ((PlainUpdater, "offload reload"), (DrafterTrainer, LEARNS), (DraftSender, "pack")):
         for name in names.split():
             note(kind, name)
     made = World(collective, draft_dir)
-    assert happened() == ["offload"]
+    assert happened() == ["is_finite", "offload"]
     made.step(1)
-    assert happened() == ["reload", "refresh", "offload", "pack"]
+    assert happened() == ["reload", "refresh", "is_finite", "is_finite", "pack", "offload"]
     made.it.save(tmp_path)
     assert happened() == ["save"]
     made.it.load(tmp_path)
-    assert happened() == ["reload", "load", "offload"]
+    assert happened() == ["reload", "load", "is_finite", "pack", "offload"]
     made.step(10)
     assert "reload" not in happened(), "nothing is learned from the last step"
     monkeypatch.setattr(DrafterTrainer, "refresh", lambda self, **named: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         made.step(2)
-    assert happened() == ["reload", "offload"]
+    assert happened() == ["reload"], "other ranks may be in a collective: nothing is waited for"
+    made.it.drafter.offload()
+    monkeypatch.setattr(DrafterTrainer, "refresh", diverging)
+    happened()
+    assert made.step(3)["drafter/failed"]
+    assert happened() == ["reload", "is_finite", "offload"]
 
 
 def test_a_version_is_pushed_once_and_to_engines_that_are_new(world: World) -> None:
@@ -353,9 +366,9 @@ def test_weights_that_are_not_finite_are_neither_pushed_nor_saved(
     """However they came to be: what resumes there begins with the draft model that it was given."""
     world.step(1)
     held = world.held()
-    with torch.no_grad():
+    with world.it._on_device(), torch.no_grad():
         next(world.it.drafter.model.parameters()).view(-1)[0] = torch.inf
-    world.it.drafter.version = 2
+        world.it.drafter.version = 2
     metrics = world.it.push()
     assert (metrics["drafter/pushed_bytes"], metrics["drafter/oldest_version"]) == (0, 1)
     assert world.held() == held

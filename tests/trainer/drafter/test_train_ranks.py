@@ -94,6 +94,7 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     for key in ("micro_steps", "stopped", "losses"):
         assert results[0]["bounded"][key] == results[1]["bounded"][key], "ranks stop together"
     assert results[0]["bounded"]["stopped"] == "time"
+    assert [result["replica"] for result in results] == [True, True]
     adam = load_file(folder / OPTIMIZER)
     assert len(adam) == 3 * len(expected_weights())
 

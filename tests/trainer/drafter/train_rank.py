@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 
 from specactor.errors import CheckpointError
 from specactor.trainer.drafter.train import STATE, DrafterTrainer, RefreshStats
+from specactor.trainer.drafter.updates import PlainUpdater
 from tests.trainer.drafter import cases
 
 UPDATES = 3
@@ -86,6 +88,29 @@ def spoil(trainer: DrafterTrainer, zero_stage: int) -> None:
         parameter.data.view(-1)[-1] = torch.nan
 
 
+def replica_is_made_again(trainer: DrafterTrainer) -> bool:
+    """As on a GPU that engines had meanwhile: whether the old one is gone, and the next there before any pass."""
+    assert isinstance(trainer._updater, PlainUpdater)
+    old = weakref.ref(trainer._updater.replica)
+    trainer._updater.forget_replica()
+    is_gone = old() is None
+    trainer.reload()
+    return is_gone and trainer._updater._replica is not None
+
+
+def weights_stay(trainer: DrafterTrainer, rank: int) -> bool:
+    """Whether a replica that is made again takes nothing from rank 0."""
+    assert isinstance(trainer._updater, PlainUpdater)
+    bias = list(trainer.model.parameters())[-1].data
+    before = bias.clone()
+    bias.fill_(rank)
+    trainer._updater.forget_replica()
+    trainer.reload()
+    stays = bool((bias == rank).all())
+    bias.copy_(before)
+    return stays
+
+
 def offloads(trainer: DrafterTrainer) -> bool:
     """As DeepSpeed understood it; in stage 3 its optimizer has another word for it."""
     optimizer = getattr(getattr(trainer._updater, "_engine", None), "optimizer", None)
@@ -112,8 +137,7 @@ def train(rank: int, world: int, folder: Path, zero_stage: int, *, offload: bool
     whole = said(trainer.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=UPDATES))
     weights = {name: tensor.clone() for name, tensor in trainer.named_weights()}
     trainer.save(folder)
-    if not zero_stage:
-        trainer._updater.forget_replica()  # type: ignore[union-attr]  # as on a GPU that engines had meanwhile
+    made_again = not zero_stage and replica_is_made_again(trainer)
     on = said(trainer.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=2))
     again = made(zero_stage, world, offload=offload)
     wrongly_divided = refused(again, folder)
@@ -122,6 +146,7 @@ def train(rank: int, world: int, folder: Path, zero_stage: int, *, offload: bool
     save_file(weights, folder / f"rank{rank}.safetensors")
     results: dict[str, object] = {"whole": whole, "on": on, "resumed": resumed, "bounded": bounded}
     results["offloads"] = offloads(trainer)
+    results["replica"] = made_again and weights_stay(again, rank)
     results["refused"] = wrongly_divided
     finite = [again.is_finite()]
     spoil(again, zero_stage)
