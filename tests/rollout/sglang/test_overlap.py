@@ -106,7 +106,7 @@ def test_half_as_many_requests_are_soon_decided_for(speculating: Engine) -> None
     decided = [i for i, (is_decided, _) in enumerate(rounds) if is_decided]
     assert [i for i in decided if all_there + SOON < i < half] == []
     assert rounds[half - 1] == [False, 9]
-    assert min(i for i in decided if i >= half) <= half + SOON
+    assert [i for i in decided if half <= i <= half + SOON] != []
 
 
 def test_tokens_are_read_on_the_device(speculating: Engine) -> None:
