@@ -34,6 +34,8 @@ export NODES=$SLURM_NNODES
 export HEAD="${hosts%%$'\n'*}:$((29500 + SLURM_JOB_ID % 1000))"
 export RUN_ID=$SLURM_JOB_ID
 export MAX_RESTARTS=${MAX_RESTARTS:-3}
+# What ranks send each other proves that it is this job's.
+export SPECACTOR_KEY=${SPECACTOR_KEY:-$(od -An -vN32 -tx1 /dev/urandom | tr -d ' \n')}
 export GPUS=${GPUS:-${SLURM_GPUS_ON_NODE:-8}}
 
 exec srun --kill-on-bad-exit=1 --wait=60 "$root/launch/multi_node.sh" "$@" --resume auto

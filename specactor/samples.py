@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from specactor.errors import SpecActorError
-from specactor.parallel.collective import Collective, control_group
+from specactor.parallel.collective import Collective
 from specactor.types import ScoredGroup, TrainSequence, Trajectory
 
 Sample = TypeVar("Sample", Trajectory, TrainSequence)
@@ -119,22 +119,20 @@ def _fetch(samples: Sequence[Sample], wanted: Iterable[int], fields: Sequence[st
     ]
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(samples)
-    collective, group, works = Collective(), control_group(), []
+    collective = Collective()
     come: dict[int, dict[str, Any]] = defaultdict(dict)
+    incoming: list[tuple[torch.Tensor, int]] = []
+    outgoing: list[tuple[torch.Tensor, int]] = []
     for i, field, holder in asked:
         there: Elsewhere = getattr(samples[i], fields[field])
         come[i][fields[field]] = here = array(there.typecode, bytes(there.itemsize * there.size))
         if here:
-            bytes_of_it = torch.frombuffer(here, dtype=torch.uint8)
-            works.append(dist.irecv(bytes_of_it, holder, group, tag=i * len(fields) + field))
+            incoming.append((torch.frombuffer(here, dtype=torch.uint8), holder))
     for rank, of_rank in enumerate(collective.gather(asked, list[tuple[int, int, int]])):
         for i, field, holder in of_rank:
             if holder == collective.rank and (values := getattr(samples[i], fields[field])):
-                bytes_of_it = torch.frombuffer(values, dtype=torch.uint8)
-                works.append(dist.isend(bytes_of_it, rank, group, tag=i * len(fields) + field))
-    for work in works:
-        assert work is not None, "this rank belongs to the group of all"
-        work.wait()
+                outgoing.append((torch.frombuffer(values, dtype=torch.uint8), rank))
+    collective.pass_bytes(outgoing, incoming)
     return [replace(sample, **come[i]) if i in come else sample for i, sample in enumerate(samples)]
 
 

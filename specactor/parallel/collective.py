@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store
 from specactor.config import ParallelConfig
 from specactor.errors import PeerFailedError
 from specactor.parallel.layout import Layout, own_device
+from specactor.parallel.seals import NONCE_BYTES, TAG_BYTES, Seals, job_key
 
 T = TypeVar("T")
 
@@ -33,6 +34,7 @@ _RUNNING, _DONE, _FAILED = 0, 1, 2
 
 # Nothing else may refer to a group: one that is still there when the process ends aborts it in gloo's threads.
 _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # the gloo group beside the job's default one
+_sealed: dict[dist.ProcessGroup, Seals] = {}  # by the job's default group
 
 
 def control_group(timeout_s: float | None = None) -> dist.ProcessGroup | None:
@@ -51,6 +53,7 @@ def control_group(timeout_s: float | None = None) -> dist.ProcessGroup | None:
 
 def leave() -> None:
     _control.clear()
+    _sealed.clear()
     dist.destroy_process_group()
 
 
@@ -137,18 +140,39 @@ class Collective:
     def pass_bytes(
         self, outgoing: Iterable[tuple[torch.Tensor, int]], incoming: Iterable[tuple[torch.Tensor, int]]
     ) -> None:
-        """Exchange tensors with ranks, without copies; between two ranks their order holds.
+        """Exchange tensors with ranks, without copies; between two ranks their order holds. Collective at its first
+        call, where the job has a key. Raises PeerFailedError for what was not sent by a rank with that key.
 
         Args:
             outgoing: (uint8 [N] on the host, to which rank).
             incoming: (uint8 [N] on the host, from which rank).
         """
-        group = control_group()
-        works = [dist.irecv(part, rank, group=group) for data, rank in incoming for part in _messages(data)]
-        works += [dist.isend(part, rank, group=group) for data, rank in outgoing for part in _messages(data)]
+        group, seals = control_group(), self._seals()
+        coming = [(part, rank) for data, rank in incoming for part in _messages(data)]
+        going = [(part, rank) for data, rank in outgoing for part in _messages(data)]
+        tags: list[torch.Tensor] = []
+        posted = coming
+        if seals is not None:  # each message is followed by its seal
+            tags = [torch.empty(TAG_BYTES, dtype=torch.uint8) for _ in coming]
+            sealed = zip(coming, tags, strict=True)
+            posted = [pair for (part, rank), tag in sealed for pair in ((part, rank), (tag, rank))]
+            going = [pair for part, rank in going for pair in ((part, rank), (seals.tag(part, rank), rank))]
+        works = [dist.irecv(part, rank, group=group) for part, rank in posted]
+        works += [dist.isend(part, rank, group=group) for part, rank in going]
         for work in works:
             if work is not None:
                 work.wait()
+        if seals is not None:
+            for (part, rank), tag in zip(coming, tags, strict=True):
+                seals.check(part, tag, rank)
+
+    def _seals(self) -> Seals | None:
+        """Return None where the job has no key."""
+        default, key = dist.group.WORLD, job_key()
+        assert default is not None
+        if key and default not in _sealed:
+            _sealed[default] = Seals(key, self.rank, self.gather_bytes(os.urandom(NONCE_BYTES)))
+        return _sealed[default] if key else None
 
     def any(self, flag: bool) -> bool:
         total = torch.tensor([int(flag)], dtype=torch.int64)

@@ -29,6 +29,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from specactor.errors import ConfigError, PeerFailedError
 from specactor.parallel.failure import TICKETS, Member
+from specactor.parallel.seals import KEY, job_key, mark
 
 MEET_S = 300.0
 """Longest wait for the last rank: hosts that read their packages from one disk may differ by minutes."""
@@ -81,7 +82,7 @@ def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, ob
         machine=Member.here().machine,
         address=towards(head),
         program=program(),
-        settings=flat(config),
+        settings=flat(config) | {KEY: repr(mark(job_key()))},
     )
     store = _connected(head, port)
     token, verdict = _hold(store, own, world) if rank == 0 else _join(store, own, rank)

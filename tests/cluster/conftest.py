@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TRACKING = ("--tracking.wandb", "off", "--tracking.record", "full")
 JOB = (*SHORT, *TRACKING, "--train.steps", "3", "--parallel.engines", "2")
 """The quickstart in small: one engine per rank."""
+KEY = "the key that all hosts of a job have"
 END_S = 600.0
 LEFT_S = 60.0
 
@@ -69,7 +70,7 @@ class ClusterJob:
     def start(self, number: int, **environ: str) -> None:
         """Start a host's share of the job, or start it again."""
         numbers = {"NODES": str(len(self.hosts.hosts)), "HEAD": "n0:29500", "GPUS": str(self._ranks)}
-        settings = environment(**numbers, MAX_RESTARTS=str(self._restarts), **environ)
+        settings = environment(**{**numbers, "SPECACTOR_KEY": KEY, "MAX_RESTARTS": str(self._restarts), **environ})
         with self.log(number).open("a") as log:
             command = [str(ROOT / "launch" / "multi_node.sh"), *self._options]
             self._started[number] = self.hosts[number].start(command, log=log, env=settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from pathlib import Path
@@ -217,4 +218,15 @@ def test_two_versions_of_the_project_are_refused(base: Path, two_hosts: VirtualH
     assert "ConfigError: launcher: got specactor " in message
     assert " on n1 (rank 1), expected specactor " in message
     assert "Install one version on all hosts" in message
+    assert job.left() == []
+
+
+def test_hosts_of_another_key_are_refused(base: Path, two_hosts: VirtualHosts) -> None:
+    """Nothing but the marks of the keys is told, and no weight was sent."""
+    other = "another one, which is as long as that"
+    job = ClusterJob(two_hosts, base, "keys", environ={1: {"SPECACTOR_KEY": other}})
+    assert all(code != 0 for code in job.wait())
+    [message] = [*job.messages(0), *job.messages(1)]
+    assert re.search(r"ConfigError: SPECACTOR_KEY: got '\w{8}' on n1 \(rank 1\), expected '\w{8}' as on n0", message)
+    assert other not in message
     assert job.left() == []

@@ -1,0 +1,69 @@
+"""Messages between ranks that prove who sent them, where the job has a key.
+
+Invariant: what a rank takes, a rank with the key sent to it, in this run and in this order. Contents are not hidden.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import struct
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from specactor.errors import ConfigError, PeerFailedError
+
+KEY = "SPECACTOR_KEY"
+"""Environment variable: the job's key, the same on all hosts; without one, ranks believe what comes."""
+TAG_BYTES = 16
+NONCE_BYTES = 16
+_FEWEST_CHARACTERS = 32
+
+
+def job_key() -> bytes:
+    """Return the job's key; empty where it has none. Raises ConfigError for a short one."""
+    text = os.environ.get(KEY, "")
+    if text and len(text) < _FEWEST_CHARACTERS:
+        raise ConfigError.at(
+            KEY, f"{len(text)} characters", f">= {_FEWEST_CHARACTERS}", "`openssl rand -hex 32` makes one."
+        )
+    return hashlib.blake2b(text.encode()).digest() if text else b""
+
+
+def mark(key: bytes) -> str:
+    """Return what tells two keys apart and no key; empty without one."""
+    return hashlib.blake2b(b"mark", key=key, digest_size=4).hexdigest() if key else ""
+
+
+class Seals:
+    """Of one rank. Both ends count the messages between two ranks."""
+
+    def __init__(self, key: bytes, rank: int, nonces: Sequence[bytes]) -> None:
+        """`nonces`: each rank's own, fresh in this run."""
+        self._key, self._rank, self._nonces = key, rank, nonces
+        self._sent, self._taken = Counter[int](), Counter[int]()
+
+    def tag(self, data: torch.Tensor, taker: int) -> torch.Tensor:
+        """Return the seal of the next message to a rank, uint8 [TAG_BYTES]. `data`: uint8 [N] on the host."""
+        self._sent[taker] += 1
+        seal = self._seal(data, sender=self._rank, taker=taker, number=self._sent[taker])
+        return torch.frombuffer(bytearray(seal), dtype=torch.uint8)
+
+    def check(self, data: torch.Tensor, tag: torch.Tensor, sender: int) -> None:
+        """Raises PeerFailedError where the rank did not send this as its next message to us."""
+        self._taken[sender] += 1
+        seal = self._seal(data, sender=sender, taker=self._rank, number=self._taken[sender])
+        if not hmac.compare_digest(seal, tag.numpy().tobytes()):
+            raise PeerFailedError(
+                f"what came from rank {sender} has not the job's seal: somebody else sent it, or it was changed on its "
+                "way. Nothing of it was used."
+            )
+
+    def _seal(self, data: torch.Tensor, *, sender: int, taker: int, number: int) -> bytes:
+        header = struct.pack("<3Q", sender, taker, number) + self._nonces[taker]
+        seal = hashlib.blake2b(header, key=self._key, digest_size=TAG_BYTES)
+        seal.update(data.numpy().data)
+        return seal.digest()
