@@ -312,7 +312,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             present = {req.rid for req in reqs}
             for rid in [rid for rid in self._running if rid not in present]:
                 self._close(rid)  # retracted or aborted: if it comes back, it is opened again
-        if 2 * len(reqs) <= self._plain_for:
+        if self.speculator.planner.may_stop and 2 * len(reqs) <= self._plain_for:
             self._plain_left, self._plain_for = min(self._plain_left, SOON), len(reqs)
 
     def _open(self, req: Any) -> None:

@@ -96,7 +96,7 @@ def test_half_as_many_requests_are_soon_decided_for(speculating: Engine) -> None
     requests = [request(i, new=24 if i < 7 else 36 if i == 7 else 48) for i in range(16)]
     expected = run(speculating, NOBODY, requests, overlap=False)
     speculating.flush()
-    configure(speculating, drafter("Half"))
+    configure(speculating, replace(drafter("Half"), mode="auto", window=None))
     probe(speculating, "promise_plain_rounds", 1000)
     assert facts(speculating.generate(requests)) == expected
     rounds, *others = map(json.loads, speculating.rank_call("probe.rounds_of_requests", b"", timeout_s=60))
