@@ -39,7 +39,7 @@ def mark(key: bytes) -> str:
 
 
 class Seals:
-    """Of one rank. Both ends count the messages between two ranks."""
+    """One rank makes and checks seals; both ends count the messages between two ranks."""
 
     def __init__(self, key: bytes, rank: int, nonces: Sequence[bytes]) -> None:
         """`nonces`: each rank's own, fresh in this run."""

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 FORMAT = 1
 _CRITIC = "critic"
 """The critic's folder in a checkpoint."""
-_DEVICES = {"rows": "cpu", "SGLang's own kernel": "cuda", "torch_native's own kernel": "cuda"}
-"""Of older checkpoints by what they say of attention, where that tells; older ones yet say nothing."""
 _NAME = re.compile(r"step-(\d{6,})")
 _MODEL_FIELDS = (
     "model_type",
@@ -228,7 +226,7 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
             f"{now['attention'] or 'none'}: the tokens would be those of two runs, since attention backends "
             "round differently. Go on with the one it was saved with, or train its exported model in a new run."
         )
-    device = saved.get("device") or _DEVICES.get(saved.get("arithmetic", ""), now["device"])
+    device = saved.get("device", now["device"])  # older checkpoints do not say
     if device != now["device"]:
         raise CheckpointError(
             f"{path}: was saved on device {device}, expected {now['device']}: the tokens would be those of two runs, "

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from specactor.config import EngineConfig
-from specactor.config.rollout import guarantee
 from specactor.errors import CheckpointError
 from specactor.trainer import checkpoint
 
@@ -97,23 +95,13 @@ def test_a_run_goes_on_where_it_was_saved(two_ranks: dict[str, Any], tmp_path: P
     assert on_cpu["device"] == "cpu"
     on_gpu, older = on_cpu | {"device": "cuda"}, {name: value for name, value in on_cpu.items() if name != "device"}
 
-    def said(gpu: bool, backend: str | None = None) -> dict[str, Any]:
-        """What an older checkpoint says."""
-        engine = EngineConfig(extra_args={"attention_backend": backend} if backend else {})
-        return older | {"arithmetic": guarantee(engine, gpu=gpu, dtype="float32").arithmetic}
-
-    goes_on = [(on_cpu, on_cpu), (older, on_cpu), (older, on_gpu), (said(False), on_cpu), (said(True), on_gpu)]
-    goes_on += [(said(gpu, "tiles"), now) for gpu in (False, True) for now in (on_cpu, on_gpu)]
+    goes_on = [(on_cpu, on_cpu), (on_gpu, on_gpu), (older, on_cpu), (older, on_gpu)]
     for saved, now in goes_on:
         checkpoint._check_identity(saved, now, tmp_path)
     for saved, now in ((on_cpu, on_gpu), (on_gpu, on_cpu)):
         tiles = {"attention": {"attention_backend": "tiles"}}
         with pytest.raises(CheckpointError, match=f"on device {saved['device']}, expected {now['device']}: the"):
             checkpoint._check_identity(saved | tiles, now | tiles, tmp_path)
-    others = [(said(False), on_gpu), (said(True), on_cpu), (said(True, "torch_native"), on_cpu)]
-    for saved, now in others:
-        with pytest.raises(CheckpointError, match="was saved on device"):
-            checkpoint._check_identity(saved, now, tmp_path)
 
 
 def test_only_the_newest_are_kept_and_unfinished_ones_removed(one_rank: dict[str, Any]) -> None:
