@@ -188,13 +188,15 @@ def assert_survived(kills: list[dict[str, Any]]) -> None:
         assert kill["again"], kill
     assert kills[-1]["more_memory"] <= 0
     assert kills[-1]["would be seen"], "a mixture answers like neither version"
-    assert any("old" in kill["hold"] for kill in kills)
     assert any("dead" in kill["hold"] for kill in kills)
 
 
 def test_a_killed_engine_is_replaced_and_leaves_nothing(results: dict[int, dict[str, Any]]) -> None:
-    assert len(results[2]["kills"]) == FIRST
-    assert_survived(results[2]["kills"])
+    kills = results[2]["kills"]
+    assert len(kills) == FIRST
+    assert_survived(kills)
+    # The first cases hold every stage: in some of them the push ends before any engine has the new version.
+    assert any("old" in kill["hold"] for kill in kills)
 
 
 @pytest.mark.deep
