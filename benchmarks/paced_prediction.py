@@ -20,8 +20,7 @@ from benchmarks.plots import number
 from specactor.planning.plans import Candidates, Cluster, DrafterEngine, DrafterOption, VerifierOption
 from specactor.rollout.speculation.costs import CostTable
 from specactor.simulator.decide import Policy
-from specactor.simulator.progress import EQUAL
-from specactor.simulator.requests import Method, Requests, World
+from specactor.simulator.requests import EQUAL, Method, Requests, World
 from specactor.simulator.rollout import simulate
 
 DRAFTER = "dialled"

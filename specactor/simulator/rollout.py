@@ -21,13 +21,13 @@ from specactor.rollout.speculation.fastest_of_n import ranked
 from specactor.rollout.speculation.reconfiguration import LiveCosts
 from specactor.simulator.decide import Decider, Policy, placed
 from specactor.simulator.engine import Engine, Helper, show
-from specactor.simulator.progress import Progress
 from specactor.simulator.requests import (
     DECOUPLED,
     Beside,
     Floats,
     Ints,
     Lengths,
+    Progress,
     Remote,
     Requests,
     World,

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.paced_prediction import luck
 from specactor.rollout.speculation.acceptance import survival_of
-from specactor.simulator.progress import Progress
-from specactor.simulator.requests import COUPLED, Round, round_of
+from specactor.simulator.requests import COUPLED, Progress, Round, round_of
 from tests.simulator.small import W, table
 
 ONE = np.array([0])

@@ -21,7 +21,7 @@ import torch
 from specactor.errors import EngineError
 from specactor.rollout import process_guard
 from specactor.rollout.resume import num_begun
-from specactor.rollout.sglang import rank_calls, responses, routed_experts
+from specactor.rollout.sglang import rank_calls, responses
 from specactor.rollout.sglang.engine_protocol import EngineSpec
 from specactor.rollout.sglang.gpu import graph_sizes
 from specactor.types import FinishReason, RolloutRequest
@@ -282,7 +282,5 @@ def _response(
         "token_ids": tokens,
         "logprobs": logprobs,
         "finish_reason": kinds[reason["type"]],
-        "routed_experts": routed_experts.of_response(
-            out["meta_info"], num_tokens=len(tokens), start=start, goes_on=goes_on
-        ),
+        "routed_experts": responses.experts_of(out["meta_info"], num_tokens=len(tokens), start=start, goes_on=goes_on),
     }

@@ -14,7 +14,6 @@ from specactor.rollout.sglang import (
     gpu,
     rank_calls,
     responses,
-    routed_experts,
     sampling,
     speculation_calls,
     verify_worker,
@@ -26,7 +25,7 @@ from specactor.weights_sync.receiver import Receiver
 def register() -> None:
     if not torch.cuda.is_available():
         sglang_hooks.install()
-    for part in (sampling, responses, routed_experts, gpu, draft_runner):
+    for part in (sampling, responses, gpu, draft_runner):
         part.install()
     register_mimo()
     receiver = Receiver()

@@ -1,17 +1,21 @@
-"""A response ends at the token where plain decoding ends it.
+"""A response ends at the token where plain decoding ends it, and tells which experts computed its tokens.
 
 A request may bring along tokens of its response, or earlier turns. SGLang takes them for prompt; their number travels
 with the sampling parameters. A round's tokens are looked at one after the other: given several, SGLang finds stop
-strings elsewhere.
+strings elsewhere. It notes experts by slot of the KV pool, and a request keeps the slots of accepted rows; a cached
+prefix has those of the pass that computed it.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from specactor.data.tokenizer import load_tokenizer
 from specactor.errors import ConfigError, EngineError
@@ -27,6 +31,8 @@ def install() -> None:
 
     target = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
     HookRegistry.register(target, finish, HookType.AROUND)
+    target = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.__init__"
+    HookRegistry.register(target, _make_room, HookType.AROUND)
 
 
 def custom_params(request: RolloutRequest) -> dict[str, int] | None:
@@ -122,3 +128,28 @@ def finish_token_by_token(original: Callable[..., None], req: Any, new_tokens: i
         req.sampling_params.max_new_tokens -= len(before)
         if req.finished_len is not None:
             req.finished_len -= len(before)
+
+
+def _make_room(original: Callable[..., None], capturer: Any, *arguments: Any, **named: Any) -> None:
+    from sglang.srt.runtime_context import get_spec
+
+    # SGLang reserves one row per running request, or per token of a prefill; a round of drafts can have more.
+    rows = get_spec().speculative_num_draft_tokens or 1
+    original(capturer, *arguments, **named | {"max_running_requests": rows * named["max_running_requests"]})
+
+
+def experts_of(meta_info: dict[str, Any], *, num_tokens: int, start: int, goes_on: bool) -> bytes:
+    """Return int16 [rows, layers, experts per token] of all tokens but the last; of a response that `goes_on`, of those
+    that produced its `num_tokens` new tokens.
+
+    Raises EngineError when rows are missing. Args: start: position of the first row in `meta_info`.
+    """
+    encoded = meta_info.get("routed_experts")
+    if encoded is None or num_tokens == 0:
+        return b""
+    found = base64.b64decode(encoded)
+    num_rows = meta_info["prompt_tokens"] + num_tokens - 1 - start
+    if not found or len(found) % num_rows:
+        raise EngineError(f"SGLang returned {len(found)} bytes of routed experts, expected {num_rows} rows")
+    rows = np.frombuffer(found, dtype="<i4").reshape(num_rows, -1)
+    return (rows[-num_tokens:] if goes_on else rows).astype("<i2").tobytes()
