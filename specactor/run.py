@@ -79,13 +79,7 @@ def run(
         failures: is told who takes part.
         store: the ranks meet in it; by default in the launcher's.
     """
-    policy = model_shape(config)
-    layout = check(config, world, policy)
-    check_in_engines(config, policy)
-    check_tokenizers(config)
-    for own in gpus()[:1]:
-        with suppress(PlanError):  # of a model that is built in another way, nobody can say
-            memory_of(config, world, own.memory_bytes).check()
+    layout = _checked(config, world)
     device = init_groups(layout, config.parallel, seed=config.seed, local_rank=local_rank, store=store)
     with ExitStack() as stack:
         stack.callback(destroy_groups)
@@ -114,6 +108,18 @@ def run(
         _train(actor, folder, tracker)
         if note_phase is not None:
             note_phase("done", actor.steps_done)
+
+
+def _checked(config: Config, world: int) -> Layout:
+    """Return the job's layout. Raises ConfigError for what cannot run here."""
+    policy = model_shape(config)
+    layout = check(config, world, policy)
+    check_in_engines(config, policy)
+    check_tokenizers(config)
+    for own in gpus()[:1]:
+        with suppress(PlanError):  # of a model that is built in another way, nobody can say
+            memory_of(config, world, own.memory_bytes).check()
+    return layout
 
 
 def _resume(actor: SpecActor, checkpoint_dir: Path, config: Config, progress: Progress) -> None:

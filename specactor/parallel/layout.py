@@ -117,7 +117,8 @@ def check(config: Config, world: int, shape: ModelShape) -> Layout:
     """Return the layout. Raises ConfigError for one that cannot run."""
     p = config.parallel
     _check_world(p, world)
-    _check_shape(config, shape)
+    _check_experts(config, shape)
+    _check_dense(config, shape)
     rule = rules_of(config)
     rule(
         "parallel.engines",
@@ -159,7 +160,7 @@ def _check_world(p: ParallelConfig, world: int) -> None:
         require(world % size == 0, "torchrun --nproc-per-node", world, f"a multiple of {names} = {size}", remedy)
 
 
-def _check_shape(config: Config, shape: ModelShape) -> None:
+def _check_experts(config: Config, shape: ModelShape) -> None:
     p, rule = config.parallel, rules_of(config)
     rule("parallel.expert", p.expert == 1 or shape.num_experts > 0, "1 for a dense model", "Use --parallel.expert 1.")
     rule(
@@ -176,6 +177,10 @@ def _check_shape(config: Config, shape: ModelShape) -> None:
         f"parallel.tensor = {p.tensor} when parallel.expert = 1",
         f"Use --parallel.expert-tensor {p.tensor}, or --parallel.expert > 1.",
     )
+
+
+def _check_dense(config: Config, shape: ModelShape) -> None:
+    p, rule = config.parallel, rules_of(config)
     rule(
         "parallel.tensor",
         shape.num_heads % p.tensor == 0 and shape.num_kv_heads % p.tensor == 0,

@@ -122,21 +122,30 @@ def of_job(
         # The policy's comes before it, and has given back what it took.
         more = _draft_microbatch(config, learns) - rows["activations"]["train"] - rows["logits"]["train"]
         rows[MICRO_BATCH] = {"train": max(0.0, more)}
-    mtp = shape.mtp_layers if config.rollout.speculation.uses_mtp else 0
-    if drafts or mtp:
-        # Their keys and values are in the same pool (`draft_runner`); weights are there before the pool is made.
-        in_all = sum(draft.weights_bytes for draft in drafts) + (width * shape.mtp_params if mtp else 0)
-        drafter = in_all / config.parallel.engine_tensor
-        rows["draft model" if drafts else "MTP layer"] = dict.fromkeys(("rollout", "sync"), drafter)
-        pool = max(0.0, static - weights - drafter)
-        # So are the hidden states that a head, or an MTP layer, reads.
-        states = width * (sum(draft.reads for draft in drafts) + mtp * shape.hidden)
-        keys = sum(of.kv_bytes_per_token for of in (replace(shape, layers=shape.layers + mtp), *drafts))
-        of_states = pool * states / (keys + states)
-        rows["keys and values"] = dict.fromkeys(("rollout", "sync"), pool - of_states)
-        if states:
-            rows["hidden states"] = dict.fromkeys(("rollout", "sync"), of_states)
+    rows |= _of_drafting(config, shape, drafts, max(0.0, static - weights))
     return Memory(rows=rows, device_bytes=device_bytes)
+
+
+def _of_drafting(
+    config: Config, shape: TransformerShape, drafts: Sequence[TransformerShape], pool: float
+) -> dict[str, dict[Phase, float]]:
+    """Return what an engine's draft models take of a pool that the policy would have alone; nothing without any."""
+    mtp = shape.mtp_layers if config.rollout.speculation.uses_mtp else 0
+    if not drafts and not mtp:
+        return {}
+    width = BYTES[config.model.dtype]
+    # Their keys and values are in the same pool (`draft_runner`); weights are there before the pool is made.
+    in_all = sum(draft.weights_bytes for draft in drafts) + (width * shape.mtp_params if mtp else 0)
+    drafter = in_all / config.parallel.engine_tensor
+    pool = max(0.0, pool - drafter)
+    # So are the hidden states that a head, or an MTP layer, reads.
+    states = width * (sum(draft.reads for draft in drafts) + mtp * shape.hidden)
+    keys = sum(of.kv_bytes_per_token for of in (replace(shape, layers=shape.layers + mtp), *drafts))
+    of_states = pool * states / (keys + states)
+    taken = {"draft model" if drafts else "MTP layer": drafter, "keys and values": pool - of_states}
+    if states:
+        taken["hidden states"] = of_states
+    return {name: dict.fromkeys(("rollout", "sync"), number) for name, number in taken.items()}
 
 
 def _of_draft_training(config: Config, layout: Layout, draft: TransformerShape) -> dict[Phase, float]:
