@@ -11,11 +11,11 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from benchmarks.dialled import Elsewhere, InEngine, Script
-from benchmarks.paced_devices import MAX_WINDOW, Setting
+from benchmarks.dialled import Elsewhere, InEngine, Script, Text
+from benchmarks.paced_devices import MAX_WINDOW, Setting, response_tokens
 from specactor.config import SpeculationConfig
 from specactor.rollout.decoupled.drafter_side import Mirrors
 from specactor.rollout.decoupled.engine_side import Tails
@@ -36,6 +36,7 @@ class Played:
     over_off: float
     empty: float  # share of turns without drafts
     tokens: float  # per turn
+    begin: float = 0.0  # tokens/s over plain decoding until a response ends; in one engine per group
 
 
 @dataclass(kw_only=True)
@@ -48,9 +49,10 @@ class Texts:
     empty: int = 0
 
     @classmethod
-    def of(cls, names: Sequence[str], tokens: int, seed: int) -> Texts:
+    def of(cls, names: Sequence[str], setting: Setting, seed: int) -> Texts:
         draw = random.Random(seed)
-        right = {name: [draw.randrange(16) for _ in range(tokens)] for name in names}
+        lengths = [response_tokens(setting, draw) for _ in names]
+        right = {name: [draw.randrange(16) for _ in range(of)] for name, of in zip(names, lengths, strict=True)}
         return cls(right=right, output={name: of[:1] for name, of in right.items()})
 
     def left(self, name: str) -> int:
@@ -196,7 +198,7 @@ class Verifier:
 def decoupled(setting: Setting, *, second: float, seed: int = 0) -> Played:
     """Play a batch on all groups but the last, which drafts, or on all where another device drafts."""
     names = [str(1000 * seed + i) for i in range(setting.batch)]
-    texts = Texts.of(names, setting.tokens, seed)
+    texts = Texts.of(names, setting, seed)
     delay_s = message_s(setting)
     drafter = Drafting(
         continuer=Continuer(script(setting, texts.right, second)), step_s=setting.step_s(MAX_LANES), message_s=delay_s
@@ -243,35 +245,62 @@ class OnClock(InEngine):
         return super().propose(sequences, windows)
 
 
-def coupled(setting: Setting, *, seed: int = 0) -> Played:
-    """Play the second batch of every group: the first tells what costs and acceptance are. The slowest group counts."""
-    worst_s = 0.0
+class TextOnClock(Text):
+    def __init__(self, known: Script) -> None:
+        self._script = self.erring_elsewhere(known)
+
+
+def coupled(setting: Setting, *, seed: int = 0, with_text: bool = False) -> Played:
+    """Play the second batch of every group: the first tells what costs and acceptance are. The slowest group counts.
+
+    `with_text`: in mode auto, with a drafter over text beside the one on the engine's device.
+    """
+    worst_s, begin = 0.0, 0.0
     both: list[Texts] = []
+    names = ("benchmarks.dialled:InEngine", *(("benchmarks.dialled:Text",) if with_text else ()))
+    config = SpeculationConfig(
+        mode="auto" if with_text else "coupled", drafters=names, max_window=MAX_WINDOW, draft_model=("there",)
+    )
     for group in range(setting.groups):
         each = len(range(group, setting.batch, setting.groups))
         texts = [
             Texts.of([str(1000 * seed + 2 * setting.batch * batch + setting.groups * i + group) for i in range(each)],
-                     setting.tokens, 2 * seed + batch)
+                     setting, 2 * seed + batch)
             for batch in range(2)
         ]  # fmt: skip
-        drafter = OnClock(setting, script(setting, texts[0].right | texts[1].right, 0.0), group)
-        config = SpeculationConfig(
-            mode="coupled", drafters=("benchmarks.dialled:InEngine",), max_window=MAX_WINDOW, draft_model=("there",)
-        )
-        speculator = Speculator(config, [drafter], clock=lambda drafter=drafter: drafter.now_s)  # type: ignore[misc]
+        known = script(setting, texts[0].right | texts[1].right, 0.0)
+        drafter = OnClock(setting, known, group)
+        drafters = [drafter, *([TextOnClock(known)] if with_text else [])]
+        speculator = Speculator(config, drafters, clock=lambda drafter=drafter: drafter.now_s)  # type: ignore[misc]
         for batch in texts:
             began_s = drafter.now_s
-            _play(speculator, drafter, batch)
-        worst_s = max(worst_s, drafter.now_s - began_s)
+            rate = _play(speculator, drafter, batch)
+        worst_s, begin = max(worst_s, drafter.now_s - began_s), begin + rate
         both.append(texts[1])
     merged = Texts(
         right={}, output={n: o for t in both for n, o in t.output.items()},
         turns=sum(t.turns for t in both), empty=sum(t.empty for t in both),
     )  # fmt: skip
-    return merged.played(setting, worst_s)
+    over_off = max(_plain_s(setting, group, of) for group, of in enumerate(both)) / worst_s
+    return replace(merged.played(setting, worst_s), over_off=over_off, begin=begin / _plain_rate(setting))
 
 
-def _play(speculator: Speculator, drafter: OnClock, texts: Texts) -> None:
+def _plain_s(setting: Setting, group: int, texts: Texts) -> float:
+    """Return the seconds of plain decoding, in which a group's requests become fewer."""
+    left = [len(of) - 1 for of in texts.right.values()]
+    running = [sum(tokens > turn for tokens in left) for turn in range(max(left))]
+    return sum(setting.of_group(group).pass_s(live, live) + HOST_S for live in running)
+
+
+def _plain_rate(setting: Setting) -> float:
+    """Return tokens/s of plain decoding, all groups, until a response ends."""
+    sizes = [len(range(group, setting.batch, setting.groups)) for group in range(setting.groups)]
+    return sum(size / (setting.of_group(group).pass_s(size, size) + HOST_S) for group, size in enumerate(sizes))
+
+
+def _play(speculator: Speculator, drafter: OnClock, texts: Texts) -> float:
+    """Decode a batch; return tokens/s until the first response ends."""
+    started_s, batch, emitted_total, rate = drafter.now_s, len(texts.output), 0, 0.0
     live = [
         DraftSequence(request_id=name, prompt_ids=(1,), output_ids=output, seed=int(name), temperature=1.0)
         for name, output in texts.output.items()
@@ -284,7 +313,9 @@ def _play(speculator: Speculator, drafter: OnClock, texts: Texts) -> None:
         decision = speculator.decide(live, limits)
         if decision.together:
             speculator.draft(decision.drafter, live, decision.to_draft)
-        drafts = decision.drafts
+        # A request has a draft of one drafter, or none.
+        all_drafts = zip(decision.drafts, *decision.beside.values(), strict=True)
+        drafts: list[list[int]] = [next(filter(None, of), []) for of in all_drafts]
         drafter.now_s += HOST_S + drafter.pace.pass_s(len(live), len(live) + sum(map(len, drafts)))
         befores = [len(s.output_ids) for s in live]
         agreed = [texts.verify(s.request_id, draft) for s, draft in zip(live, drafts, strict=True)]
@@ -295,6 +326,10 @@ def _play(speculator: Speculator, drafter: OnClock, texts: Texts) -> None:
         speculator.learn(live, accepted, round_s=drafter.now_s - began_s)
         for s, tokens in zip(live, emitted, strict=True):
             s.output_ids.extend(tokens)
+        if len(live) == batch:
+            emitted_total += sum(map(len, emitted))
+            rate = emitted_total / (drafter.now_s - started_s)
         for s in [s for s in live if not texts.left(s.request_id)]:
             live.remove(s)
             speculator.close(s)
+    return rate

@@ -123,8 +123,11 @@ class Text(Drafter):
     name = "text"
 
     def __init__(self) -> None:
-        script = Script.read(os.environ[SCRIPT])
-        self._script = msgspec.structs.replace(script, acceptance=script.text, spread=script.text_spread, coins="text ")
+        self._script = self.erring_elsewhere(Script.read(os.environ[SCRIPT]))
+
+    @staticmethod
+    def erring_elsewhere(script: Script) -> Script:
+        return msgspec.structs.replace(script, acceptance=script.text, spread=script.text_spread, coins="text ")
 
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = []

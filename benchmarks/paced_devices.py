@@ -301,20 +301,23 @@ def started(setting: Setting, folder: Path, *, batches: int) -> Iterator[Devices
         link.close()
 
 
+def response_tokens(setting: Setting, draw: random.Random) -> int:
+    """Return the tokens of a response: all have one length, or, with a tail, most a quarter of the longest."""
+    share = min(1.0, 0.25 * draw.lognormvariate(0.0, 0.7)) if setting.tail else 1.0
+    return max(8, round(share * setting.tokens))
+
+
 def requests(setting: Setting, batch: int) -> list[RolloutRequest]:
-    """Return requests of one length, or with a tail: most a quarter of the longest, few as long as it."""
     found = []
     for i in range(setting.batch):
         seed = 1 + (batch * 4096 + i) * 7919
         draw = random.Random(seed)
-        share = min(1.0, 0.25 * draw.lognormvariate(0.0, 0.7)) if setting.tail else 1.0
+        tokens = response_tokens(setting, draw)
         found.append(
             RolloutRequest(
                 request_id=f"{batch}.{i}",
                 prompt_ids=tuple(draw.randrange(4, 30) for _ in range(PROMPT_TOKENS)),
-                sampling=SamplingParams(
-                    temperature=1.0, max_new_tokens=max(8, round(share * setting.tokens)), ignore_eos=True
-                ),
+                sampling=SamplingParams(temperature=1.0, max_new_tokens=tokens, ignore_eos=True),
                 seed=seed,
                 group_id=i,
             )

@@ -62,8 +62,9 @@ class Setting:
             sizes=(self.engine,),
             drafter_sizes=(1, 2, 4),
             keys_once=keys_once,
+            host_s=(self.round_ms * 1e-3, self.round_ms * 1e-3),
         )
-        found = slowed(found, self.step_ms * 1e-3, self.round_ms * 1e-3)
+        found = slowed(found, self.step_ms * 1e-3)
         return Job(
             devices=devices,
             prompts=max(1, devices // self.engine * self.batch // GROUP),

@@ -58,6 +58,9 @@ class Inputs:
     one of them its own."""
     max_window: int = 8
     """Largest window to consider."""
+    host_ms: tuple[float, float] = (0.0, 0.0)
+    """Milliseconds in which a device waits for the host, in a plain round and in one with drafts. With --cost-table it
+    was measured."""
     json: bool = False
     """Print results as JSON."""
 
@@ -86,6 +89,7 @@ def parse(kind: type[OptionsT], prog: str, argv: Sequence[str], *, positive: Seq
     rule, known = rules_of(options), options.device.lower() in map(str.lower, DEVICES)
     for name in ("devices", "context", *positive):
         rule(name, getattr(options, name) >= 1, ">= 1", f"Its meaning: {prog} --help")
+    rule("host_ms", all(0.0 <= ms < float("inf") for ms in options.host_ms), ">= 0", f"Its meaning: {prog} --help")
     rule("max_window", 1 <= options.max_window <= MAX_WINDOW, f"1..{MAX_WINDOW}", "No engine verifies a larger one.")
     rule("device", known, f"one of {', '.join(DEVICES)}", "For others measure: specactor profile RECIPE.")
     most = options.devices if options.cost_table else device(options.device).node_devices
@@ -115,6 +119,7 @@ def candidates(inputs: Inputs, *, max_requests: int, processes: bool) -> Candida
             context=inputs.context,
             max_requests=max_requests,
             sizes=inputs.engine_devices,
+            host_s=(inputs.host_ms[0] / 1e3, inputs.host_ms[1] / 1e3),
         )
     table = CostTable.read(inputs.cost_table)
     known = table.methods if processes else tuple(table.drafters)

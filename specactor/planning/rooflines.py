@@ -1,6 +1,7 @@
 """Published figures of devices, and cost tables from them. PURE.
 
-Left out: imbalance of experts, prefills beside decodes, stragglers, the host, and kernels below the attained shares.
+Left out: imbalance of experts, prefills beside decodes, stragglers, and kernels below the attained shares; of the host
+what `host_s` does not say.
 
 Invariant: seconds do not fall with requests, tokens or context.
 """
@@ -105,9 +106,20 @@ def draft_grid(roofline: Roofline, *, max_window: int, max_requests: int) -> Gri
     )
 
 
-def cost_table(target: Roofline, drafters: Mapping[str, Roofline], *, max_window: int, max_requests: int) -> CostTable:
-    """Return the table that a profile of that engine would give; `drafters` draft on the same devices, by name."""
+def cost_table(
+    target: Roofline,
+    drafters: Mapping[str, Roofline],
+    *,
+    max_window: int,
+    max_requests: int,
+    host_s: tuple[float, float] = (0.0, 0.0),
+) -> CostTable:
+    """Return the table that a profile of that engine would give; `drafters` draft on the same devices, by name.
+
+    `host_s`: seconds in which the device waits for the host, in a plain round and in one with drafts.
+    """
     requests, tokens = _nodes(max_requests), range(1, max_window + 2)
+    plain_s, drafted_s = host_s
     axis = tuple(map(float, requests))
     return CostTable(
         model=target.shape.name,
@@ -116,9 +128,13 @@ def cost_table(target: Roofline, drafters: Mapping[str, Roofline], *, max_window
         verify=Grid(
             requests=axis,
             per_request=tuple(map(float, tokens)),
-            seconds=tuple(tuple(target.forward_s(n, t, buckets=WINDOW_BUCKETS) for t in tokens) for n in requests),
+            seconds=tuple(
+                tuple(target.forward_s(n, t, buckets=WINDOW_BUCKETS) + drafted_s for t in tokens) for n in requests
+            ),
         ),
-        plain=Grid(requests=axis, per_request=(1.0,), seconds=tuple((target.forward_s(n),) for n in requests)),
+        plain=Grid(
+            requests=axis, per_request=(1.0,), seconds=tuple((target.forward_s(n) + plain_s,) for n in requests)
+        ),
         drafters={
             name: draft_grid(drafter, max_window=max_window, max_requests=max_requests)
             for name, drafter in drafters.items()
@@ -142,10 +158,13 @@ def from_figures(
     sizes: Sequence[int] = (),
     drafter_sizes: Sequence[int] = (1, 2),
     keys_once: bool = False,
+    host_s: tuple[float, float] = (0.0, 0.0),
 ) -> Candidates:
-    """Return options by rooflines, with `survivals` by drafter; `max_requests` is of one engine, and `sizes` are
-    devices of a verifier, by default all that fit. Raises ConfigError for a size that does not divide the heads,
-    PlanError where the target fits on no engine of a node."""
+    """Return options by rooflines, with `survivals` by drafter; `max_requests` is of one engine, `sizes` are devices
+    of a verifier, by default all that fit, and `host_s` is that of `cost_table`.
+
+    Raises ConfigError for a size that does not divide the heads, PlanError where the target fits on no engine.
+    """
     for g in sizes:
         if g > 0 and target.heads % g:
             raise ConfigError.at(
@@ -159,7 +178,7 @@ def from_figures(
         beside = {d.name: Roofline(d, device, devices=g, context=context) for d in drafters}
         option = VerifierOption(
             devices=g,
-            costs=cost_table(roofline, beside, **most),
+            costs=cost_table(roofline, beside, **most, host_s=host_s),
             footprint=_footprint(target, context),
             capacity_bytes=roofline.capacity_bytes,
         )

@@ -156,6 +156,22 @@ def test_on_a_clock_second_choices_are_worth_what_the_page_says() -> None:
     assert second > 1.95
 
 
+def test_on_a_clock_a_drafter_over_text_is_worth_what_the_page_says() -> None:
+    """Requests that it serves run ahead; whether the batch ends sooner depends on how long responses are."""
+    equal = Setting(name="a quarter", pace=flat(0.080, 0.020), batch=8)
+    tail = replace(equal, tail=True, tokens=256)
+    plays = {
+        (text, kind): [clocked.coupled(setting, seed=seed, with_text=text) for seed in range(6)]
+        for text in (False, True)
+        for kind, setting in (("equal", equal), ("tail", tail))
+    }
+    ends = {key: fmean(play.over_off for play in of) for key, of in plays.items()}
+    begins = {key: fmean(play.begin for play in of) for key, of in plays.items()}
+    assert begins[True, "equal"] > 1.2 * begins[False, "equal"]
+    assert ends[True, "equal"] < ends[False, "equal"]
+    assert ends[True, "tail"] > ends[False, "tail"]
+
+
 def test_on_a_clock_dear_lanes_have_no_second_choices() -> None:
     """Where every lane costs, drafting on from second choices must not cost speed."""
     pace = flat(0.080, 0.020)

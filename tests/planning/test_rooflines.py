@@ -237,6 +237,26 @@ def test_candidates_of_figures() -> None:
     assert {plan.mode for plan in ranked} == {"off", "coupled", "decoupled"}
 
 
+def test_the_hosts_time_counts_in_every_round() -> None:
+    """Wrong would be one time for both kinds: then host time alone made drafts pay."""
+
+    def gain(plain_s: float, drafted_s: float) -> float:
+        found = from_figures(
+            DENSE,
+            [SMALL],
+            device("H100"),
+            survivals={SMALL.name: survival_of(0.8, 4)},
+            context=1024,
+            max_requests=64,
+            sizes=(8,),
+            host_s=(plain_s, drafted_s),
+        )
+        ranked = search(Cluster(devices=8, requests=8), found.verifiers, found.drafters)
+        return next(plan.speedup for plan in ranked if plan.mode == "coupled")
+
+    assert gain(0.0, 0.002) < gain(0.0, 0.0) < gain(0.002, 0.002)
+
+
 def test_candidates_of_a_table() -> None:
     grid = Grid(requests=(1.0, 8.0), per_request=(1.0, 4.0), seconds=((0.01, 0.02), (0.02, 0.04)))
     table = CostTable(model="m", device="d", date="", verify=grid, plain=grid, drafters={"suffix": grid, "model": grid})
