@@ -40,7 +40,7 @@ from benchmarks.speculation_speed import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCHES = {"B": (1, 16, 64), "heavy": (1, 16)}  # by model
+BATCHES = {"B": (1, 16, 64, 256), "heavy": (1, 16)}  # by model
 NAMES = ("off", "suffix", "model", "auto", "SGLang NGRAM")
 REPETITIONS = 2  # the last one is profiled, after the others warmed up
 SHOWN = ("contestant", "s", "rounds", "ms", "target", "draft")
