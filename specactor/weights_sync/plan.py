@@ -98,16 +98,70 @@ class _Runs(NamedTuple):
         return _Runs(*(column[which] for column in self))
 
 
-def held(index: Ints, own: range, *, memory: int, at: int, item_bytes: int) -> tuple[Block, ...]:
+class Digit(NamedTuple):
+    """What the elements of a grid have of their numbers."""
+
+    values: npt.NDArray[np.int16]  # of rows [rows, 1], or of columns [columns]
+    weight: int
+    step: int  # from a column to the next
+
+
+class Index(NamedTuple):
+    """Runs of a tensor's elements whose numbers grow by `step`; int64 [N] each."""
+
+    start: Ints  # first element
+    number: Ints  # its
+    step: int
+    size: int  # elements of the tensor
+
+
+def digits(rows: int, columns: int) -> Iterator[Digit]:
+    """Yield what adds up to the numbers of a grid's elements, row by row. Converting digits takes a CPU two bytes per
+    element, or none while they are the same in all of a row or column; whole numbers would take eight."""
+    for count, unit, step in ((rows, columns, 0), (columns, 1, 1)):
+        weight = 1
+        while weight == 1 or weight < count:
+            values = (np.arange(count) // weight % _BASE).astype(np.int16)
+            yield Digit(values if step else values[:, None], weight * unit, step if weight == 1 else 0)
+            weight *= _BASE
+
+
+_BASE = 2**15
+
+
+def index(slices: Iterable[npt.NDArray[np.integer[Any]]], weight: int = 1, step: int = 1) -> Index:
+    """Return the runs of a tensor's elements, of which slices have each one's digit, or the whole number."""
+    starts, numbers, size = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    for values in slices:
+        begins = np.flatnonzero(np.concatenate([[True], np.diff(values) != step]))
+        starts.append(begins + size)
+        numbers.append(values[begins].astype(np.int64) * weight)
+        size += len(values)
+    return Index(np.concatenate(starts), np.concatenate(numbers), step * weight, size)
+
+
+def summed(parts: Sequence[Index]) -> Index:
+    """Return the index that digits make."""
+    start = np.unique(np.concatenate([part.start for part in parts]))
+    number = np.zeros_like(start)
+    for part in parts:
+        which = np.searchsorted(part.start, start, "right") - 1
+        number += part.number[which] + (start - part.start[which]) * part.step
+    return Index(start, number, sum(part.step for part in parts), parts[0].size)
+
+
+def held(index: Index, own: range, *, memory: int, at: int, item_bytes: int) -> tuple[Block, ...]:
     """Return the blocks of a tensor that lie in one shard.
 
     Args:
-        index: of every element of the tensor, its number among those of all shards one after the other; [N].
+        index: the elements' numbers among those of all shards one after the other.
         own: numbers of the elements of the shard, which lies at byte `at` of `memory`.
     """
-    to = np.flatnonzero((index >= own.start) & (index < own.stop))
-    ones = np.ones_like(to)
-    runs = _Runs(to * item_bytes, at + (index[to] - own.start) * item_bytes, ones * item_bytes, ones * memory)
+    first = np.maximum(index.number, own.start)
+    end = np.minimum(index.number + np.diff(index.start, append=index.size), own.stop)
+    mine = np.flatnonzero(first < end)
+    first, to, length = first[mine], (index.start + first - index.number)[mine], (end - first)[mine]
+    runs = _Runs(to * item_bytes, at + (first - own.start) * item_bytes, length * item_bytes, np.full_like(to, memory))
     return _blocks(runs)
 
 
