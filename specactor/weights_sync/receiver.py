@@ -28,6 +28,10 @@ from specactor.weights_sync.memory import Address, lock, open_address, pull_on_d
 from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Holding, PlanReply, Pull, PullReply, Round
 from specactor.weights_sync.plan import Held
 
+_COMPARED_BYTES = 2**26
+"""What is compared at once: a GPU makes a byte per element, and a copy of what comes from the host."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 _MAX_VIEWS = 256  # mapped buckets and mirrors that are kept; `push.MOST_KEPT` is half of it
 
 _libc = ctypes.CDLL(None)
@@ -359,13 +363,21 @@ class Receiver:
 
 
 def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """The source is brought to the target's device, type and shape."""
-    if source.device != target.device or source.dtype != target.dtype or source.shape != target.shape:
-        source = source.to(target.device, target.dtype).expand_as(target)
+    """The source is brought to the target's device, type and shape, a part at a time."""
+    if not target.dim():
+        target, source = target[None], source.view(1)
+    source, item = source.expand_as(target), target.element_size()
+    rows = max(1, _COMPARED_BYTES // max(1, target.shape[1:].numel() * item))
+    parts = zip(torch.split(target, rows), torch.split(source, rows), strict=True)
+    return all(_equal(mine, other.to(mine.device, mine.dtype)) for mine, other in parts)
+
+
+def _equal(target: torch.Tensor, source: torch.Tensor) -> bool:
     if target.device.type == "cpu" and target.is_contiguous() and source.is_contiguous():
         num_bytes = target.numel() * target.element_size()
         return bool(_libc.memcmp(target.data_ptr(), source.data_ptr(), num_bytes) == 0)
-    return torch.equal(target, source)
+    bits = _INTEGERS[target.element_size()]  # of floats 0.0 is equal to -0.0, and NaN is not to itself
+    return torch.equal(target.view(bits), source.view(bits))
 
 
 def _flat(model: torch.nn.Module, sizes: dict[str, int]) -> dict[str, torch.Tensor]:

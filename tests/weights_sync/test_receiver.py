@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
+from specactor.weights_sync import receiver as receiver_module
 from specactor.weights_sync.buckets import Slot, aligned
 from specactor.weights_sync.digest import digest
 from specactor.weights_sync.memory import SharedBuffer
@@ -181,6 +183,56 @@ def test_a_copy_is_compared_with_a_source_on_another_device(contiguous: bool) ->
     assert _same_bits(here, there)
     here[2, 2] += 1
     assert not _same_bits(here, there)
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize("part_bytes", [1, 2**26])
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_bits_are_compared_and_not_numbers(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, contiguous: bool, part_bytes: int, device: str
+) -> None:
+    """A zero of the other sign is seen, and NaN is what it is; in regions with gaps, too, and in every part of them."""
+    monkeypatch.setattr(receiver_module, "_COMPARED_BYTES", part_bytes)
+    whole = torch.randn(5, 6).to(device, dtype)
+    whole[4, 2], whole[1, 0] = 0.0, torch.nan
+    target = whole if contiguous else whole[:, :3]
+    assert target.is_contiguous() == contiguous
+    source = target.clone()
+    assert source.isnan().any()
+    assert _same_bits(target, source)
+    source[4, 2] = -0.0
+    assert (source[4] == target[4]).all()
+    assert not _same_bits(target, source)
+
+
+def test_a_number_and_a_row_for_several_are_compared() -> None:
+    rows = torch.zeros(4, 3).copy_(torch.arange(3.0))
+    assert _same_bits(rows, torch.arange(3.0))
+    assert not _same_bits(rows, torch.tensor([0.0, 1.0, -2.0]))
+    assert _same_bits(torch.tensor(2.0), torch.tensor(2.0))
+    assert not _same_bits(torch.tensor(0.0), torch.tensor(-0.0))
+    assert _same_bits(torch.ones(0, 3), torch.ones(0, 3))
+    assert _same_bits(torch.ones(2, dtype=torch.bool)[::1], torch.ones(2, dtype=torch.bool))
+    assert _same_bits(torch.ones(3, 2, dtype=torch.bfloat16).T, torch.ones(2, 3))
+
+
+def zeroes_of_the_other_sign(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
+    """In a region with gaps."""
+    for columns in (slice(0, 2), slice(2, 5)):
+        parameter.data[int(name[-1])][:, columns].copy_(tensor[:, columns])
+    if name == "expert.2":
+        parameter.data[2, 1, 1] *= -1
+
+
+def test_a_zero_that_changed_its_sign_is_noticed(bucket: tuple[SharedBuffer, Bucket, list[torch.Tensor]]) -> None:
+    buffer, sent, tensors = bucket
+    tensors[2][1, 1] = 0.0
+    slot = sent.slots[2]
+    buffer.data[slot.offset :][: slot.num_bytes].copy_(tensors[2].view(-1).view(torch.uint8))
+    slots = tuple(replace(slot, digest=digest(tensors[2])) if of is slot else of for of in sent.slots)
+    found = problem(Receiver().load(Rank(zeroes_of_the_other_sign), message(replace(sent, slots=slots))))
+    assert found.startswith("expert.2: a region of shape (3, 2) is not what was loaded into it")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
