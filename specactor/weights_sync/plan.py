@@ -228,11 +228,33 @@ def _giver(equal: Mapping[int, Held], hosts: Sequence[int], host: int, given: di
 def covered(spans: Iterable[Span]) -> list[tuple[int, int]]:
     """Return (first byte, end) of what spans of one memory cover, as few as there can be."""
     runs = _expanded([Block(span, 0, 0) for span in spans])
-    order = np.argsort(runs.at)
-    start, end = runs.at[order], np.maximum.accumulate((runs.at + runs.length)[order])
-    begins = np.concatenate([[True], start[1:] > end[:-1]])
-    ends = np.concatenate([begins[1:], [True]])
-    return list(zip(start[begins].tolist(), end[ends].tolist(), strict=True))
+    start, end = _united(runs.at, runs.at + runs.length)
+    return list(zip(start.tolist(), end.tolist(), strict=True))
+
+
+def num_written(own: Copy, written: Iterable[Copy]) -> int:
+    """Return how many bytes of a parameter's grid others write, those once that several do."""
+    grids = [_runs_of(copy) for copy in written] or [_NOTHING]
+    to = np.concatenate([runs.to for runs in grids])
+    start, end = _united(to, to + np.concatenate([runs.length for runs in grids]))
+    before = np.concatenate([[0], np.cumsum(end - start)])
+
+    def below(at: Ints) -> Ints:
+        which = np.searchsorted(start, at, "right")
+        beyond = np.maximum(0, np.concatenate([[0], end])[which] - at)
+        return before[which] - beyond
+
+    runs = _runs_of(own)
+    return int(np.sum(below(runs.to + runs.length) - below(runs.to)))
+
+
+def _united(start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Return as few intervals as cover the same, in order."""
+    order = np.argsort(start)
+    start, end = start[order], np.maximum.accumulate(end[order])
+    apart = start[1:] > end[:-1]
+    edge = np.ones(min(1, len(start)), bool)
+    return start[np.concatenate([edge, apart])], end[np.concatenate([apart, edge])]
 
 
 def _moved(span: Span, by: int) -> Span:

@@ -154,7 +154,7 @@ class Receiver:
         self._pulled = False  # whether the open version came by the plan
         self._views: dict[Address, torch.Tensor] = {}
         self._on_gpu = Allocations()
-        self._written: dict[int, dict[tuple[int, tuple[int, ...]], int]] = {}
+        self._written = defaultdict[int, dict[plan.Copy, None]](dict)  # by storage
         self._open_version: int | None = None
         self._at = ""  # name of the tensor that is being loaded
 
@@ -300,14 +300,15 @@ class Receiver:
         rank.end_weight_update()
         rank.flush_cache()
         self._open_version = None
-        self._written = {}
+        self._written.clear()
         return msgspec.msgpack.encode(CheckReply(problem=problem))
 
     def _begin(self, rank: EngineRank, version: int) -> None:
         if self._open_version is None:
             rank.begin_weight_update()
         self._open_version = version
-        self._written, self._pulled = {}, False
+        self._written.clear()
+        self._pulled = False
         self._watched = _Watched(_places(rank.model.named_parameters()))
 
     def _arrived(self, rank: EngineRank, bucket: Bucket) -> list[_Arrived]:
@@ -350,16 +351,23 @@ class Receiver:
         for target in fills:
             self._watched.note(target, None)
         for region in [target for target, _ in copies] + fills:
-            key = (int(region.storage_offset()), tuple(region.shape))
-            self._written.setdefault(region.untyped_storage().data_ptr(), {})[key] = region.numel()
+            self._written[region.untyped_storage().data_ptr()][_grid(region)] = None
 
     def _unwritten(self, model: torch.nn.Module) -> str:
         for name, parameter in model.named_parameters():
-            regions = self._written.get(parameter.untyped_storage().data_ptr(), {})
-            count = sum(regions.values())
+            # Regions may overlap, and a storage may have several parameters: no sum of sizes shows a hole.
+            regions = self._written[parameter.untyped_storage().data_ptr()]
+            count = plan.num_written(_grid(parameter), regions) // parameter.element_size()
             if count < parameter.numel():
                 return f"{name} was written in {count} of {parameter.numel()} elements: the trainer sent too little"
         return ""
+
+
+def _grid(region: torch.Tensor) -> plan.Copy:
+    """Return where it lies in its storage, as if it were filled."""
+    item = region.element_size()
+    steps = tuple(step * item for step in region.stride())
+    return plan.Copy("", 0, int(region.storage_offset()) * item, item, tuple(region.shape), steps, steps)
 
 
 def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:

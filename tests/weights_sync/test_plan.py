@@ -325,3 +325,17 @@ def test_digits_say_where_each_element_lies(rows: int, columns: int, a_slice: in
     there = (wanted >= own.start) & (wanted < own.stop)
     assert np.array_equal(found, np.where(there, wanted - own.start, -1))
     assert made == plan.held(plan.index([wanted]), own, **where)
+
+
+GRIDS = st.tuples(st.integers(0, 20), st.tuples(st.integers(0, 4), st.integers(0, 4)), st.permutations([1, 5]))
+
+
+@given(GRIDS, st.lists(GRIDS, max_size=5))
+def test_what_several_write_counts_once(own: Any, written: list[Any]) -> None:
+    """Against a mark for every byte."""
+    copies, marks = [], np.zeros((1 + len(written), 256), bool)
+    for mark, (at, shape, (rows, columns)) in zip(marks, [own, *written], strict=True):
+        steps = (4 * rows, 4 * columns)
+        copies.append(plan.Copy("", 0, 4 * at, 4, shape, steps, steps))
+        np.lib.stride_tricks.as_strided(mark[4 * at :], (*shape, 4), (*steps, 1))[...] = True
+    assert plan.num_written(copies[0], copies[1:]) == (marks[0] & marks[1:].any(axis=0)).sum()

@@ -37,6 +37,21 @@ def half(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None
     parameter.data[int(name[-1])][:2].copy_(tensor[:2])
 
 
+def a_hole_beside_a_row_twice(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
+    """Regions are together as large as the tensor."""
+    if name != "expert.2":
+        return right(parameter, name, tensor)
+    for rows in (slice(0, 2), slice(1, 2)):
+        parameter.data[2][rows].copy_(tensor[rows])
+
+
+def a_hole_beside_columns_twice(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
+    if name != "expert.2":
+        return right(parameter, name, tensor)
+    for columns in (slice(0, 3), slice(1, 3)):
+        parameter.data[2][:, columns].copy_(tensor[:, columns])
+
+
 def changes_it_afterwards(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
     right(parameter, name, tensor)
     if name == "expert.2":
@@ -117,6 +132,8 @@ def test_what_was_sent_is_in_the_model(bucket: tuple[SharedBuffer, Bucket, list[
     [
         (skips_one, "experts was written in 45 of 60 elements"),
         (twice_into_one, "experts was written in 45 of 60 elements"),
+        (a_hole_beside_a_row_twice, "experts was written in 55 of 60 elements"),
+        (a_hole_beside_columns_twice, "experts was written in 54 of 60 elements"),
         (half, "experts was written in 40 of 60 elements"),
         (changes_it_afterwards, "expert.2: a region of shape (3, 5) is not what was loaded"),
         (raises, "expert.2: ValueError: no such shape"),
@@ -128,6 +145,28 @@ def test_a_wrong_loader_is_noticed(
     rank, receiver = Rank(loader), Receiver()
     found = problem(receiver.load(rank, message(bucket[1], checked=checked)))
     assert expected in (found or problem(receiver.commit(rank, COMMIT)))
+
+
+@pytest.mark.parametrize("loader", [right, skips_one])
+def test_what_was_written_beside_a_parameter_fills_no_hole_of_it(
+    bucket: tuple[SharedBuffer, Bucket, list[torch.Tensor]], loader: Loader
+) -> None:
+    """Two parameters are in one storage."""
+
+    def both(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
+        loader(parameter, name, tensor)
+        if name == "expert.2":
+            rank.model.get_parameter("other").data.copy_(tensor)
+
+    rank, receiver, storage = Rank(both), Receiver(), torch.zeros(5, 3, 5)
+    rank.model.register_parameter("other", torch.nn.Parameter(storage[0]))
+    rank.model.register_parameter("experts", torch.nn.Parameter(storage[1:]))
+    assert problem(receiver.load(rank, message(bucket[1]))) == ""
+    found = problem(receiver.commit(rank, COMMIT))
+    assert found == ("" if loader is right else WRITTEN_IN_PART)
+
+
+WRITTEN_IN_PART = "experts was written in 45 of 60 elements: the trainer sent too little"
 
 
 @pytest.mark.parametrize("byte", [0, 17, 59])
