@@ -98,8 +98,11 @@ class _Runs(NamedTuple):
         return _Runs(*(column[which] for column in self))
 
 
+_BASE = 2**15  # of digits, which are int16
+
+
 class Digit(NamedTuple):
-    """What the elements of a grid have of their numbers."""
+    """One digit of the number of every element of a grid."""
 
     values: npt.NDArray[np.int16]  # of rows [rows, 1], or of columns [columns]
     weight: int
@@ -110,7 +113,7 @@ class Index(NamedTuple):
     """Runs of a tensor's elements whose numbers grow by `step`; int64 [N] each."""
 
     start: Ints  # first element
-    number: Ints  # its
+    number: Ints  # of that element
     step: int
     size: int  # elements of the tensor
 
@@ -124,9 +127,6 @@ def digits(rows: int, columns: int) -> Iterator[Digit]:
             values = (np.arange(count) // weight % _BASE).astype(np.int16)
             yield Digit(values if step else values[:, None], weight * unit, step if weight == 1 else 0)
             weight *= _BASE
-
-
-_BASE = 2**15
 
 
 def index(slices: Iterable[npt.NDArray[np.integer[Any]]], weight: int = 1, step: int = 1) -> Index:
@@ -233,7 +233,7 @@ def covered(spans: Iterable[Span]) -> list[tuple[int, int]]:
 
 
 def num_written(own: Copy, written: Iterable[Copy]) -> int:
-    """Return how many bytes of a parameter's grid others write, those once that several do."""
+    """Return how many bytes of one grid others write; those that several write count once."""
     grids = [_runs_of(copy) for copy in written] or [_NOTHING]
     to = np.concatenate([runs.to for runs in grids])
     start, end = _united(to, to + np.concatenate([runs.length for runs in grids]))
