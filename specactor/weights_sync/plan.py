@@ -228,8 +228,7 @@ def _giver(equal: Mapping[int, Held], hosts: Sequence[int], host: int, given: di
 def covered(spans: Iterable[Span]) -> list[tuple[int, int]]:
     """Return (first byte, end) of what spans of one memory cover, as few as there can be."""
     runs = _expanded([Block(span, 0, 0) for span in spans])
-    start, end = _united(runs.at, runs.at + runs.length)
-    return list(zip(start.tolist(), end.tolist(), strict=True))
+    return list(zip(*(ends.tolist() for ends in _united(runs.at, runs.at + runs.length)), strict=True))
 
 
 def num_written(own: Copy, written: Iterable[Copy]) -> int:
@@ -237,15 +236,12 @@ def num_written(own: Copy, written: Iterable[Copy]) -> int:
     grids = [_runs_of(copy) for copy in written] or [_NOTHING]
     to = np.concatenate([runs.to for runs in grids])
     start, end = _united(to, to + np.concatenate([runs.length for runs in grids]))
-    before = np.concatenate([[0], np.cumsum(end - start)])
-
-    def below(at: Ints) -> Ints:
-        which = np.searchsorted(start, at, "right")
-        beyond = np.maximum(0, np.concatenate([[0], end])[which] - at)
-        return before[which] - beyond
-
     runs = _runs_of(own)
-    return int(np.sum(below(runs.to + runs.length) - below(runs.to)))
+    ends = np.stack([runs.to, runs.to + runs.length])
+    which = np.searchsorted(start, ends, "right")
+    before = np.concatenate([[0], np.cumsum(end - start)])[which]
+    below = before - np.maximum(0, np.concatenate([[0], end])[which] - ends)  # bytes that are written before each end
+    return int(np.sum(below[1] - below[0]))
 
 
 def _united(start: Ints, end: Ints) -> tuple[Ints, Ints]:
@@ -270,14 +266,13 @@ def chunks(
         copies: by parameter, all that its loader did.
         tensors: whole.
     """
-    sources = {tensor.name: _expanded(tensor.blocks) for tensor in tensors}
-    # A chunk is of one tensor: which tensors one rank has beside each other differs between hosts.
-    every = 1 + max((int(runs.memory.max(initial=0)) for runs in sources.values()), default=0)
-    for number, (name, runs) in enumerate(sources.items()):
-        sources[name] = runs._replace(memory=runs.memory + number * every).pick(np.argsort(runs.to))
+    every = 1 + max((block.span.memory for tensor in tensors for block in tensor.blocks), default=0)
+    numbered = {tensor.name: (number, tensor.blocks) for number, tensor in enumerate(tensors)}
     pieces: list[tuple[str, Block]] = []
     for parameter, num_bytes in sizes.items():
         done = list(copies.get(parameter, ()))
+        # Runs of all parameters at once would be gigabytes where many experts' columns are cut.
+        sources = {name: _source(*numbered[name], every) for name in {copy.tensor for copy in done} & numbered.keys()}
         joined = [_joined(copy, sources.get(copy.tensor)) for copy in done if copy.tensor]
         runs = _Runs(*(np.concatenate(columns) for columns in zip(*joined, strict=True))) if joined else _NOTHING
         fills = [_runs_of(copy) for copy in done if not copy.tensor]
@@ -287,6 +282,12 @@ def chunks(
 
 
 _NOTHING = _Runs(*(np.zeros(0, np.int64) for _ in range(4)))
+
+
+def _source(number: int, blocks: Sequence[Block], every: int) -> _Runs:
+    # A chunk is of one tensor: which tensors one rank has beside each other differs between hosts.
+    runs = _expanded(blocks)
+    return runs._replace(memory=runs.memory + number * every).pick(np.argsort(runs.to))
 
 
 def _runs_of(copy: Copy) -> _Runs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -339,3 +340,22 @@ def test_what_several_write_counts_once(own: Any, written: list[Any]) -> None:
         copies.append(plan.Copy("", 0, 4 * at, 4, shape, steps, steps))
         np.lib.stride_tricks.as_strided(mark[4 * at :], (*shape, 4), (*steps, 1))[...] = True
     assert plan.num_written(copies[0], copies[1:]) == (marks[0] & marks[1:].any(axis=0)).sum()
+
+
+def test_runs_are_made_for_one_parameter_at_a_time() -> None:
+    """Those of all, four numbers each, would be gigabytes where columns of many experts are cut."""
+    rows, width, count = 2048, 8, 64
+    tensors, copies = [], {}
+    for i in range(count):
+        at = i * rows * width
+        cuts = (Block(Span(rank, at, width, width, rows), rank * width, 2 * width) for rank in (0, 1))
+        tensors.append(Held(str(i), 2 * rows * width, tuple(cuts)))
+        copies[str(i)] = [plan.Copy(str(i), 0, 0, 2, (rows, width), (2 * width, 2), (2 * width, 2))]
+    tracemalloc.start()
+    try:
+        made = plan.chunks(copies, dict.fromkeys(copies, 2 * rows * width), tensors)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(made) == 2 * count
+    assert peak < count * 2 * rows * 4 * 8 / 2
