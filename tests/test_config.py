@@ -317,7 +317,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--weights-sync.bucket-bytes 10",
-        "weights_sync.bucket_bytes: got 10, expected >= 65536. It must hold the largest tensor, or it is raised to it.",
+        "weights_sync.bucket_bytes: got 10, expected >= 65536. Use at least 64 KiB.",
     ),
     (
         "--distillation.refresh 0.03",

@@ -42,6 +42,7 @@ def test_help_needs_neither_torchrun_nor_torch() -> None:
     assert done.returncode == 0
     assert "--rollout.group-size INT" in done.stdout
     assert "Responses per prompt" in done.stdout
+    assert "How weights reach the engines in the first sync, and where they cannot" in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "specactor.config" in imported
     assert not imported & {"torch", "megatron", "sglang", "wandb"}

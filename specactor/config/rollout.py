@@ -61,19 +61,14 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsSyncConfig:
-    """Weights reach the engines in buckets."""
+    """How weights reach the engines in the first sync, and where they cannot copy by a plan."""
 
     bucket_bytes: int = 64 * 2**20
     """Weights travel in buckets of this size; a trainer rank has two. A larger tensor gets a bucket of its size."""
 
     def __post_init__(self) -> None:
         rule = rules_of(self, "weights_sync")
-        rule(
-            "bucket_bytes",
-            self.bucket_bytes >= 2**16,
-            ">= 65536",
-            "It must hold the largest tensor, or it is raised to it.",
-        )
+        rule("bucket_bytes", self.bucket_bytes >= 2**16, ">= 65536", "Use at least 64 KiB.")
 
 
 SAME_BITS = "same bits in plain rounds, verifications and any batch"

@@ -10,10 +10,12 @@ which engines close it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -148,16 +150,25 @@ class RankShards:
 
     def _tensors_of(self, name: str, tensor: Tensor, *, memory: int, at: int) -> Iterator[plan.Held]:
         """Find Hugging Face tensors by converting numbers like weights."""
-        size, cut = tensor.numel(), self._is_cut(name, tensor)
+        size, columns, cut = tensor.numel(), tensor.shape[-1], self._is_cut(name, tensor)
         shards, own = (self._spread(name).shards, self._own_place(name)[1]) if cut else (1, 0)
-        pieces = list(torch.arange(shards * size).view(shards, *tensor.shape))
+        found: dict[str, list[plan.Index]] = defaultdict(list)
+        for digit in plan.digits(shards * size // columns, columns):
+            for hf_name, index in self._converted(name, tensor, shards, digit):
+                found[hf_name].append(index)
+        item, numbers = tensor.element_size(), range(own * size, (own + 1) * size)
+        for hf_name, parts in found.items():
+            index = plan.summed(parts)
+            blocks = plan.held(index, numbers, memory=memory, at=at, item_bytes=item)
+            yield plan.Held(hf_name, index.size * item, blocks)
+
+    def _converted(self, name: str, tensor: Tensor, shards: int, digit: plan.Digit) -> Iterator[tuple[str, plan.Index]]:
+        rows = shards * tensor.shape[:-1].numel()
+        grid = torch.from_numpy(digit.values).expand(rows, tensor.shape[-1])  # takes no memory
+        pieces = list(grid.view(shards, *tensor.shape))
         whole = self._bridge._weight_merge_across_tp(name, pieces, tensor) if shards > 1 else pieces[0]
-        for hf_name, numbers in zip(*self._bridge._weight_to_hf_format(name, whole), strict=True):
-            flat = np.ascontiguousarray(numbers.reshape(-1).numpy())
-            blocks = plan.held(
-                flat, range(own * size, (own + 1) * size), memory=memory, at=at, item_bytes=tensor.element_size()
-            )
-            yield plan.Held(hf_name, numbers.numel() * tensor.element_size(), blocks)
+        for hf_name, values in zip(*self._bridge._weight_to_hf_format(name, whole), strict=True):
+            yield hf_name, plan.index(_slices(values), digit.weight, digit.step)
 
     def rounds(self, capacity_bytes: int) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Yield per round what this rank hands over. Walk each round to its end: gathering is collective."""
@@ -201,6 +212,12 @@ class RankShards:
         dist.all_gather(pieces, tensor.contiguous(), group=group)
         whole: Tensor = self._bridge._weight_merge_across_tp(name, pieces, tensor)
         return whole
+
+
+def _slices(values: Tensor) -> Iterator[npt.NDArray[np.int16]]:
+    """Yield the elements in order. All of an embedding at once would be gigabytes."""
+    for part in torch.split(values, max(1, 2**20 // max(1, values.shape[1:].numel()))):
+        yield part.reshape(-1).numpy()
 
 
 def _is_expert(name: str) -> bool:

@@ -98,16 +98,70 @@ class _Runs(NamedTuple):
         return _Runs(*(column[which] for column in self))
 
 
-def held(index: Ints, own: range, *, memory: int, at: int, item_bytes: int) -> tuple[Block, ...]:
+_BASE = 2**15  # of digits, which are int16
+
+
+class Digit(NamedTuple):
+    """One digit of the number of every element of a grid."""
+
+    values: npt.NDArray[np.int16]  # of rows [rows, 1], or of columns [columns]
+    weight: int
+    step: int  # from a column to the next
+
+
+class Index(NamedTuple):
+    """Runs of a tensor's elements whose numbers grow by `step`; int64 [N] each."""
+
+    start: Ints  # first element
+    number: Ints  # of that element
+    step: int
+    size: int  # elements of the tensor
+
+
+def digits(rows: int, columns: int) -> Iterator[Digit]:
+    """Yield what adds up to the numbers of a grid's elements, row by row. Converting digits takes a CPU two bytes per
+    element, or none while they are the same in all of a row or column; whole numbers would take eight."""
+    for count, unit, step in ((rows, columns, 0), (columns, 1, 1)):
+        weight = 1
+        while weight == 1 or weight < count:
+            values = (np.arange(count) // weight % _BASE).astype(np.int16)
+            yield Digit(values if step else values[:, None], weight * unit, step if weight == 1 else 0)
+            weight *= _BASE
+
+
+def index(slices: Iterable[npt.NDArray[np.integer[Any]]], weight: int = 1, step: int = 1) -> Index:
+    """Return the runs of a tensor's elements, of which slices have each one's digit, or the whole number."""
+    starts, numbers, size = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    for values in slices:
+        begins = np.flatnonzero(np.concatenate([[True], np.diff(values) != step]))
+        starts.append(begins + size)
+        numbers.append(values[begins].astype(np.int64) * weight)
+        size += len(values)
+    return Index(np.concatenate(starts), np.concatenate(numbers), step * weight, size)
+
+
+def summed(parts: Sequence[Index]) -> Index:
+    """Return the index that digits make."""
+    start = np.unique(np.concatenate([part.start for part in parts]))
+    number = np.zeros_like(start)
+    for part in parts:
+        which = np.searchsorted(part.start, start, "right") - 1
+        number += part.number[which] + (start - part.start[which]) * part.step
+    return Index(start, number, sum(part.step for part in parts), parts[0].size)
+
+
+def held(index: Index, own: range, *, memory: int, at: int, item_bytes: int) -> tuple[Block, ...]:
     """Return the blocks of a tensor that lie in one shard.
 
     Args:
-        index: of every element of the tensor, its number among those of all shards one after the other; [N].
+        index: the elements' numbers among those of all shards one after the other.
         own: numbers of the elements of the shard, which lies at byte `at` of `memory`.
     """
-    to = np.flatnonzero((index >= own.start) & (index < own.stop))
-    ones = np.ones_like(to)
-    runs = _Runs(to * item_bytes, at + (index[to] - own.start) * item_bytes, ones * item_bytes, ones * memory)
+    first = np.maximum(index.number, own.start)
+    end = np.minimum(index.number + np.diff(index.start, append=index.size), own.stop)
+    mine = np.flatnonzero(first < end)
+    first, to, length = first[mine], (index.start + first - index.number)[mine], (end - first)[mine]
+    runs = _Runs(to * item_bytes, at + (first - own.start) * item_bytes, length * item_bytes, np.full_like(to, memory))
     return _blocks(runs)
 
 
@@ -174,11 +228,29 @@ def _giver(equal: Mapping[int, Held], hosts: Sequence[int], host: int, given: di
 def covered(spans: Iterable[Span]) -> list[tuple[int, int]]:
     """Return (first byte, end) of what spans of one memory cover, as few as there can be."""
     runs = _expanded([Block(span, 0, 0) for span in spans])
-    order = np.argsort(runs.at)
-    start, end = runs.at[order], np.maximum.accumulate((runs.at + runs.length)[order])
-    begins = np.concatenate([[True], start[1:] > end[:-1]])
-    ends = np.concatenate([begins[1:], [True]])
-    return list(zip(start[begins].tolist(), end[ends].tolist(), strict=True))
+    return list(zip(*(ends.tolist() for ends in _united(runs.at, runs.at + runs.length)), strict=True))
+
+
+def num_written(own: Copy, written: Iterable[Copy]) -> int:
+    """Return how many bytes of one grid others write; those that several write count once."""
+    grids = [_runs_of(copy) for copy in written] or [_NOTHING]
+    to = np.concatenate([runs.to for runs in grids])
+    start, end = _united(to, to + np.concatenate([runs.length for runs in grids]))
+    runs = _runs_of(own)
+    ends = np.stack([runs.to, runs.to + runs.length])
+    which = np.searchsorted(start, ends, "right")
+    before = np.concatenate([[0], np.cumsum(end - start)])[which]
+    below = before - np.maximum(0, np.concatenate([[0], end])[which] - ends)  # bytes that are written before each end
+    return int(np.sum(below[1] - below[0]))
+
+
+def _united(start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Return as few intervals as cover the same, in order."""
+    order = np.argsort(start)
+    start, end = start[order], np.maximum.accumulate(end[order])
+    apart = start[1:] > end[:-1]
+    edge = np.ones(min(1, len(start)), bool)
+    return start[np.concatenate([edge, apart])], end[np.concatenate([apart, edge])]
 
 
 def _moved(span: Span, by: int) -> Span:
@@ -194,14 +266,13 @@ def chunks(
         copies: by parameter, all that its loader did.
         tensors: whole.
     """
-    sources = {tensor.name: _expanded(tensor.blocks) for tensor in tensors}
-    # A chunk is of one tensor: which tensors one rank has beside each other differs between hosts.
-    every = 1 + max((int(runs.memory.max(initial=0)) for runs in sources.values()), default=0)
-    for number, (name, runs) in enumerate(sources.items()):
-        sources[name] = runs._replace(memory=runs.memory + number * every).pick(np.argsort(runs.to))
+    every = 1 + max((block.span.memory for tensor in tensors for block in tensor.blocks), default=0)
+    numbered = {tensor.name: (number, tensor.blocks) for number, tensor in enumerate(tensors)}
     pieces: list[tuple[str, Block]] = []
     for parameter, num_bytes in sizes.items():
         done = list(copies.get(parameter, ()))
+        # Runs of all parameters at once would be gigabytes where many experts' columns are cut.
+        sources = {name: _source(*numbered[name], every) for name in {copy.tensor for copy in done} & numbered.keys()}
         joined = [_joined(copy, sources.get(copy.tensor)) for copy in done if copy.tensor]
         runs = _Runs(*(np.concatenate(columns) for columns in zip(*joined, strict=True))) if joined else _NOTHING
         fills = [_runs_of(copy) for copy in done if not copy.tensor]
@@ -211,6 +282,12 @@ def chunks(
 
 
 _NOTHING = _Runs(*(np.zeros(0, np.int64) for _ in range(4)))
+
+
+def _source(number: int, blocks: Sequence[Block], every: int) -> _Runs:
+    # A chunk is of one tensor: which tensors one rank has beside each other differs between hosts.
+    runs = _expanded(blocks)
+    return runs._replace(memory=runs.memory + number * every).pick(np.argsort(runs.to))
 
 
 def _runs_of(copy: Copy) -> _Runs:

@@ -36,7 +36,7 @@ from specactor.weights_sync.pulls import JobPlan
 
 T = TypeVar("T")
 
-TIMEOUT_S = 300.0  # longest wait for an engine to take one bucket, which takes well under a second
+TIMEOUT_S = 300.0  # longest wait for an engine's answer to any call: to a bucket, or to copy a whole model by a plan
 MOST_KEPT = 128  # mirrors that a host keeps until they are loaded: each is a file and, in every engine rank, a view
 
 
@@ -369,6 +369,7 @@ class Push:
     def _ask(self, engine: TargetEngine, call: str, payload: bytes) -> None:
         replies = engine.rank_call(call, payload, timeout_s=TIMEOUT_S)
         for rank, reply in enumerate(replies):
+            # Of whatever kind it is: a CheckReply passes over other fields, and has no problem where a kind has none.
             if problem := msgspec.msgpack.decode(reply, type=CheckReply).problem:
                 raise WeightSyncError(f"engine {engine.index}, rank {rank}: {problem}")
         self._replies[engine.index] = replies

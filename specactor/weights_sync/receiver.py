@@ -28,6 +28,10 @@ from specactor.weights_sync.memory import Address, lock, open_address, pull_on_d
 from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Holding, PlanReply, Pull, PullReply, Round
 from specactor.weights_sync.plan import Held
 
+_COMPARED_BYTES = 2**26
+"""What is compared at once: a GPU makes a byte per element, and a copy of what comes from the host."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 _MAX_VIEWS = 256  # mapped buckets and mirrors that are kept; `push.MOST_KEPT` is half of it
 
 _libc = ctypes.CDLL(None)
@@ -150,7 +154,7 @@ class Receiver:
         self._pulled = False  # whether the open version came by the plan
         self._views: dict[Address, torch.Tensor] = {}
         self._on_gpu = Allocations()
-        self._written: dict[int, dict[tuple[int, tuple[int, ...]], int]] = {}
+        self._written = defaultdict[int, dict[plan.Copy, None]](dict)  # by storage
         self._open_version: int | None = None
         self._at = ""  # name of the tensor that is being loaded
 
@@ -296,14 +300,15 @@ class Receiver:
         rank.end_weight_update()
         rank.flush_cache()
         self._open_version = None
-        self._written = {}
+        self._written.clear()
         return msgspec.msgpack.encode(CheckReply(problem=problem))
 
     def _begin(self, rank: EngineRank, version: int) -> None:
         if self._open_version is None:
             rank.begin_weight_update()
         self._open_version = version
-        self._written, self._pulled = {}, False
+        self._written.clear()
+        self._pulled = False
         self._watched = _Watched(_places(rank.model.named_parameters()))
 
     def _arrived(self, rank: EngineRank, bucket: Bucket) -> list[_Arrived]:
@@ -346,26 +351,41 @@ class Receiver:
         for target in fills:
             self._watched.note(target, None)
         for region in [target for target, _ in copies] + fills:
-            key = (int(region.storage_offset()), tuple(region.shape))
-            self._written.setdefault(region.untyped_storage().data_ptr(), {})[key] = region.numel()
+            self._written[region.untyped_storage().data_ptr()][_grid(region)] = None
 
     def _unwritten(self, model: torch.nn.Module) -> str:
         for name, parameter in model.named_parameters():
-            regions = self._written.get(parameter.untyped_storage().data_ptr(), {})
-            count = sum(regions.values())
+            # Regions may overlap, and a storage may have several parameters: no sum of sizes shows a hole.
+            regions = self._written[parameter.untyped_storage().data_ptr()]
+            count = plan.num_written(_grid(parameter), regions) // parameter.element_size()
             if count < parameter.numel():
                 return f"{name} was written in {count} of {parameter.numel()} elements: the trainer sent too little"
         return ""
 
 
+def _grid(region: torch.Tensor) -> plan.Copy:
+    """Return where it lies in its storage, as if it were filled."""
+    item = region.element_size()
+    steps = tuple(step * item for step in region.stride())
+    return plan.Copy("", 0, int(region.storage_offset()) * item, item, tuple(region.shape), steps, steps)
+
+
 def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """The source is brought to the target's device, type and shape."""
-    if source.device != target.device or source.dtype != target.dtype or source.shape != target.shape:
-        source = source.to(target.device, target.dtype).expand_as(target)
+    """The source is brought to the target's device, type and shape, a part at a time."""
+    if not target.dim():
+        target, source = target[None], source.view(1)
+    source, item = source.expand_as(target), target.element_size()
+    rows = max(1, _COMPARED_BYTES // max(1, target.shape[1:].numel() * item))
+    parts = zip(torch.split(target, rows), torch.split(source, rows), strict=True)
+    return all(_equal(mine, other.to(mine.device, mine.dtype)) for mine, other in parts)
+
+
+def _equal(target: torch.Tensor, source: torch.Tensor) -> bool:
     if target.device.type == "cpu" and target.is_contiguous() and source.is_contiguous():
         num_bytes = target.numel() * target.element_size()
         return bool(_libc.memcmp(target.data_ptr(), source.data_ptr(), num_bytes) == 0)
-    return torch.equal(target, source)
+    bits = _INTEGERS[target.element_size()]  # of floats 0.0 is equal to -0.0, and NaN is not to itself
+    return torch.equal(target.view(bits), source.view(bits))
 
 
 def _flat(model: torch.nn.Module, sizes: dict[str, int]) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from specactor.errors import WeightSyncError
 from specactor.weights_sync import cuda_ipc, memory, pulls
 from specactor.weights_sync.memory import SharedCopy
 from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, PLAN, PULL, Holding
-from specactor.weights_sync.plan import Held, held
+from specactor.weights_sync.plan import Held, held, index
 from specactor.weights_sync.receiver import Receiver
 from specactor.weights_sync.sender import WeightSender
 from tests.lib.device_faults import WRONG, no_uuid, nowhere, spoiled, too_large
@@ -240,8 +240,8 @@ class Source:
             tensors = []
             for (name, tensor), start in zip(given.items(), self.on_device.starts, strict=False):
                 numbers = torch.arange(tensor.numel()).view(tensor.shape)
-                index = (numbers.t() if name == "a" else numbers).flatten().numpy()
-                blocks = held(index, range(tensor.numel()), memory=0, at=start, item_bytes=4)
+                in_order = (numbers.t() if name == "a" else numbers).flatten().numpy()
+                blocks = held(index([in_order]), range(tensor.numel()), memory=0, at=start, item_bytes=4)
                 tensors.append(Held(name, tensor.nbytes, blocks))
             places = dict(zip(given | equal, self.on_device.starts, strict=False))
             self._holding = Holding(

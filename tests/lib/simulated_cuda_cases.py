@@ -27,7 +27,7 @@ from specactor.types import TrainSequence  # noqa: E402
 from specactor.weights_sync import digest, memory  # noqa: E402
 from specactor.weights_sync.memory import SharedCopy  # noqa: E402
 from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, PLAN, PULL, Holding  # noqa: E402
-from specactor.weights_sync.plan import Held, held  # noqa: E402
+from specactor.weights_sync.plan import Held, held, index  # noqa: E402
 from specactor.weights_sync.receiver import Receiver  # noqa: E402
 from specactor.weights_sync.sender import WeightSender  # noqa: E402
 from tests.lib.simulated_cuda import Mode, Waits, simulated  # noqa: E402
@@ -251,7 +251,7 @@ class Columns(Source):
         self.on_device = SharedCopy([torch.empty(3, device=weight.device), weight])  # of others, and then these
         start, numbers = self.on_device.starts[1], torch.arange(weight.numel()).view(weight.shape).t().numpy()
         tensors = [
-            Held(f"row.{i}", 4 * len(row), held(row, range(weight.numel()), memory=0, at=start, item_bytes=4))
+            Held(f"row.{i}", 4 * len(row), held(index([row]), range(weight.numel()), memory=0, at=start, item_bytes=4))
             for i, row in enumerate(numbers)
         ]
         self._holding = Holding(addresses=(self.on_device.buffer.address(),), tensors=tuple(tensors))

@@ -25,6 +25,7 @@ from specactor.trainer import model  # noqa: E402
 from specactor.trainer.drafter.init import the_transformers  # noqa: E402
 from tests.trainer import layout_script as layouts  # noqa: E402
 from tests.trainer import policy_cases as cases  # noqa: E402
+from tests.trainer.shards_script import wrong_plans  # noqa: E402
 
 SIZES = {
     **{"vocab_size": cases.VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96},
@@ -46,14 +47,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def judged(name: str, sizes: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What differs from transformers: tensors of the export, and log-probabilities of responses."""
+    """What differs from transformers: tensors of the export, and log-probabilities of responses. Beside the tensors,
+    parameters whose elements a weight sync's plan would find elsewhere."""
     transformers = the_transformers()
     torch.manual_seed(3)
     config = getattr(transformers, f"{name}Config")(**SIZES | sizes)
     theirs = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
     theirs.save_pretrained(folder)
     trainer = layouts.make({"model": str(folder), "world": 1})
-    wrong, gap = layouts.wrong_weights(trainer, folder), 0.0
+    wrong, gap = layouts.wrong_weights(trainer, folder) + wrong_plans(trainer.policy), 0.0
     try:
         computed = trainer.logprobs(cases.sequences())
     except NotImplementedError as error:

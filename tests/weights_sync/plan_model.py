@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specactor.weights_sync.plan import Copy, Held, held
+from specactor.weights_sync.plan import Copy, Held, held, index
 
 Array = npt.NDArray[np.int32]
 ITEM = 4
@@ -124,7 +124,7 @@ class Trainer:
         """By rank: (pipeline, copy, shard) of the dense part, (..., expert) of the experts': two memories."""
         self.tensors: dict[tuple[Any, ...], list[Held]] = defaultdict(list)
         self._hosts: dict[tuple[Any, ...], int] = {}
-        for index, (stage, expert, of_expert, shards, names) in enumerate(parameters(pair, model)):
+        for turn, (stage, expert, of_expert, shards, names) in enumerate(parameters(pair, model)):
             numbers = np.concatenate([shard.ravel() for shard in shards])
             order = np.argsort(numbers, kind="stable")
             for shard, values in enumerate(shards):
@@ -135,7 +135,7 @@ class Trainer:
                     equal = [place for place in places if self._hosts[place] == host]
                     if not equal:
                         continue
-                    place = equal[index % len(equal)]
+                    place = equal[turn % len(equal)]
                     padding = np.full(rng.randrange(4), PAD, np.int32)
                     self.contents[place] += [padding, values.ravel()]
                     at = ITEM * (sum(part.size for part in self.contents[place]) - values.size)
@@ -144,7 +144,7 @@ class Trainer:
                         wanted = model[name].ravel()
                         index_N = order[np.searchsorted(numbers, wanted, sorter=order)]
                         assert np.array_equal(numbers[index_N], wanted)
-                        blocks = held(index_N, own, memory=0, at=at, item_bytes=ITEM)
+                        blocks = held(index([index_N]), own, memory=0, at=at, item_bytes=ITEM)
                         self.tensors[place].append(Held(name, wanted.size * ITEM, blocks))
 
     def memories(self) -> list[npt.NDArray[np.uint8]]:

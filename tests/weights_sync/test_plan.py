@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -210,7 +212,7 @@ def transposed(tensors: list[Held]) -> list[Held]:
     for tensor in tensors:
         if tensor.name == "0.0.down":
             (block,) = tensor.blocks
-            blocks = plan.held(order, range(64), memory=block.span.memory, at=block.span.at, item_bytes=4)
+            blocks = plan.held(plan.index([order]), range(64), memory=block.span.memory, at=block.span.at, item_bytes=4)
             tensor = Held(tensor.name, tensor.num_bytes, blocks)
         made.append(tensor)
     return made
@@ -247,8 +249,8 @@ def test_a_missing_shard_is_refused() -> None:
 
 def test_a_part_that_is_in_two_cuts_is_refused() -> None:
     """Equal parts of two ranks are one; a whole tensor beside its shards is not."""
-    [tensor] = (plan.held(np.arange(8), range(8), memory=0, at=0, item_bytes=4),)
-    [half] = (plan.held(np.arange(8), range(4), memory=0, at=0, item_bytes=4),)
+    [tensor] = (plan.held(plan.index([np.arange(8)]), range(8), memory=0, at=0, item_bytes=4),)
+    [half] = (plan.held(plan.index([np.arange(8)]), range(4), memory=0, at=0, item_bytes=4),)
     whole_one, half_one = Held("x", 32, tensor), Held("x", 32, half)
     assert merged([(1, [whole_one]), (1, [whole_one])], [0, 0], 0) == (whole_one,)
     with pytest.raises(WeightSyncError, match="would be written twice from byte 0 on"):
@@ -258,9 +260,9 @@ def test_a_part_that_is_in_two_cuts_is_refused() -> None:
 def test_a_memory_that_is_near_gives_what_it_has() -> None:
     """Of two halves it has one, at another place; a part of the same name that it lacks, or that is a memory's of which
     nothing is known, stays where it is."""
-    [first] = plan.held(np.arange(8), range(4), memory=0, at=128, item_bytes=4)
-    [second] = plan.held(np.arange(8)[::-1].copy(), range(4), memory=1, at=64, item_bytes=4)
-    [far] = plan.held(np.arange(4), range(4), memory=3, at=64, item_bytes=4)
+    [first] = plan.held(plan.index([np.arange(8)]), range(4), memory=0, at=128, item_bytes=4)
+    [second] = plan.held(plan.index([np.arange(8)[::-1].copy()]), range(4), memory=1, at=64, item_bytes=4)
+    [far] = plan.held(plan.index([np.arange(4)]), range(4), memory=3, at=64, item_bytes=4)
     tensors = (Held("x", 32, (first, second)), Held("y", 16, (first,)), Held("z", 16, (far,)))
     places = {0: {"other": 0, "x:0": 128}, 1: {"x:1": 0, "more": 4096}, 2: {"x:1": 640, "near alone": 0}}
     [near] = plan.nearer(tensors, places, 2)
@@ -287,5 +289,73 @@ def test_a_parameter_that_is_not_written_whole_is_refused(missing: int) -> None:
 
 def test_evenly_spaced_runs_are_one_block() -> None:
     columns = np.arange(512 * 64).reshape(512, 64)[:, :32].reshape(-1)
-    (block,) = plan.held(columns, range(512 * 64), memory=3, at=100, item_bytes=4)
+    (block,) = plan.held(plan.index([columns]), range(512 * 64), memory=3, at=100, item_bytes=4)
     assert block == Block(Span(3, 100, 256, 128, 512), 0, 128)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 30), st.data())
+def test_digits_say_where_each_element_lies(rows: int, columns: int, a_slice: int, data: st.DataObject) -> None:
+    """However the elements were mixed, as if each one's number had been converted."""
+    numbers = np.arange(rows * columns).reshape(rows, columns)
+    kind = data.draw(st.sampled_from(["rows", "halves", "columns", "elements"]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    mixed = {
+        "rows": lambda grid: grid[rng.permutation(rows)],
+        "halves": lambda grid: np.concatenate(np.array_split(grid, 2, axis=1)[::-1], axis=1),
+        "columns": lambda grid: grid[:, rng.permutation(columns)],
+        "elements": lambda grid: rng.permutation(grid.reshape(-1)),
+    }[kind]
+    state = rng.bit_generator.state
+    wanted, parts = mixed(numbers).reshape(-1), []
+    with mock.patch.object(plan, "_BASE", 4):
+        for digit in plan.digits(rows, columns):
+            rng.bit_generator.state = state
+            values = mixed(np.broadcast_to(digit.values, (rows, columns))).reshape(-1)
+            slices = (values[i : i + a_slice] for i in range(0, len(values), a_slice))
+            parts.append(plan.index(slices, digit.weight, digit.step))
+    start = data.draw(st.integers(0, rows * columns - 1))
+    own = range(start, data.draw(st.integers(start + 1, rows * columns)))
+    where = {"memory": 1, "at": 64, "item_bytes": 2}
+    made = plan.held(plan.summed(parts), own, **where)
+    found = np.full(rows * columns, -1)
+    for span, to, step in map(msgspec.structs.astuple, made):
+        for run in range(span.count):
+            found[(to + run * step) // 2 :][: span.length // 2] = np.arange(span.length // 2) + (
+                (span.at + run * span.step - 64) // 2
+            )
+    there = (wanted >= own.start) & (wanted < own.stop)
+    assert np.array_equal(found, np.where(there, wanted - own.start, -1))
+    assert made == plan.held(plan.index([wanted]), own, **where)
+
+
+GRIDS = st.tuples(st.integers(0, 20), st.tuples(st.integers(0, 4), st.integers(0, 4)), st.permutations([1, 5]))
+
+
+@given(GRIDS, st.lists(GRIDS, max_size=5))
+def test_what_several_write_counts_once(own: Any, written: list[Any]) -> None:
+    """Against a mark for every byte."""
+    copies, marks = [], np.zeros((1 + len(written), 256), bool)
+    for mark, (at, shape, (rows, columns)) in zip(marks, [own, *written], strict=True):
+        steps = (4 * rows, 4 * columns)
+        copies.append(plan.Copy("", 0, 4 * at, 4, shape, steps, steps))
+        np.lib.stride_tricks.as_strided(mark[4 * at :], (*shape, 4), (*steps, 1))[...] = True
+    assert plan.num_written(copies[0], copies[1:]) == (marks[0] & marks[1:].any(axis=0)).sum()
+
+
+def test_runs_are_made_for_one_parameter_at_a_time() -> None:
+    """Those of all, four numbers each, would be gigabytes where columns of many experts are cut."""
+    rows, width, count = 2048, 8, 64
+    tensors, copies = [], {}
+    for i in range(count):
+        at = i * rows * width
+        cuts = (Block(Span(rank, at, width, width, rows), rank * width, 2 * width) for rank in (0, 1))
+        tensors.append(Held(str(i), 2 * rows * width, tuple(cuts)))
+        copies[str(i)] = [plan.Copy(str(i), 0, 0, 2, (rows, width), (2 * width, 2), (2 * width, 2))]
+    tracemalloc.start()
+    try:
+        made = plan.chunks(copies, dict.fromkeys(copies, 2 * rows * width), tensors)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(made) == 2 * count
+    assert peak < count * 2 * rows * 4 * 8 / 2

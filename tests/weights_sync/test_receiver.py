@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
+from specactor.weights_sync import receiver as receiver_module
 from specactor.weights_sync.buckets import Slot, aligned
 from specactor.weights_sync.digest import digest
 from specactor.weights_sync.memory import SharedBuffer
@@ -33,6 +35,21 @@ def twice_into_one(parameter: torch.nn.Parameter, name: str, tensor: torch.Tenso
 
 def half(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
     parameter.data[int(name[-1])][:2].copy_(tensor[:2])
+
+
+def a_hole_beside_a_row_twice(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
+    """Regions are together as large as the tensor."""
+    if name != "expert.2":
+        return right(parameter, name, tensor)
+    for rows in (slice(0, 2), slice(1, 2)):
+        parameter.data[2][rows].copy_(tensor[rows])
+
+
+def a_hole_beside_columns_twice(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
+    if name != "expert.2":
+        return right(parameter, name, tensor)
+    for columns in (slice(0, 3), slice(1, 3)):
+        parameter.data[2][:, columns].copy_(tensor[:, columns])
 
 
 def changes_it_afterwards(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
@@ -115,6 +132,8 @@ def test_what_was_sent_is_in_the_model(bucket: tuple[SharedBuffer, Bucket, list[
     [
         (skips_one, "experts was written in 45 of 60 elements"),
         (twice_into_one, "experts was written in 45 of 60 elements"),
+        (a_hole_beside_a_row_twice, "experts was written in 55 of 60 elements"),
+        (a_hole_beside_columns_twice, "experts was written in 54 of 60 elements"),
         (half, "experts was written in 40 of 60 elements"),
         (changes_it_afterwards, "expert.2: a region of shape (3, 5) is not what was loaded"),
         (raises, "expert.2: ValueError: no such shape"),
@@ -126,6 +145,28 @@ def test_a_wrong_loader_is_noticed(
     rank, receiver = Rank(loader), Receiver()
     found = problem(receiver.load(rank, message(bucket[1], checked=checked)))
     assert expected in (found or problem(receiver.commit(rank, COMMIT)))
+
+
+@pytest.mark.parametrize("loader", [right, skips_one])
+def test_what_was_written_beside_a_parameter_fills_no_hole_of_it(
+    bucket: tuple[SharedBuffer, Bucket, list[torch.Tensor]], loader: Loader
+) -> None:
+    """Two parameters are in one storage."""
+
+    def both(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
+        loader(parameter, name, tensor)
+        if name == "expert.2":
+            rank.model.get_parameter("other").data.copy_(tensor)
+
+    rank, receiver, storage = Rank(both), Receiver(), torch.zeros(5, 3, 5)
+    rank.model.register_parameter("other", torch.nn.Parameter(storage[0]))
+    rank.model.register_parameter("experts", torch.nn.Parameter(storage[1:]))
+    assert problem(receiver.load(rank, message(bucket[1]))) == ""
+    found = problem(receiver.commit(rank, COMMIT))
+    assert found == ("" if loader is right else WRITTEN_IN_PART)
+
+
+WRITTEN_IN_PART = "experts was written in 45 of 60 elements: the trainer sent too little"
 
 
 @pytest.mark.parametrize("byte", [0, 17, 59])
@@ -181,6 +222,56 @@ def test_a_copy_is_compared_with_a_source_on_another_device(contiguous: bool) ->
     assert _same_bits(here, there)
     here[2, 2] += 1
     assert not _same_bits(here, there)
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize("part_bytes", [1, 2**26])
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_bits_are_compared_and_not_numbers(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, contiguous: bool, part_bytes: int, device: str
+) -> None:
+    """A zero of the other sign is seen, and NaN is what it is; in regions with gaps, too, and in every part of them."""
+    monkeypatch.setattr(receiver_module, "_COMPARED_BYTES", part_bytes)
+    whole = torch.randn(5, 6).to(device, dtype)
+    whole[4, 2], whole[1, 0] = 0.0, torch.nan
+    target = whole if contiguous else whole[:, :3]
+    assert target.is_contiguous() == contiguous
+    source = target.clone()
+    assert source.isnan().any()
+    assert _same_bits(target, source)
+    source[4, 2] = -0.0
+    assert (source[4] == target[4]).all()
+    assert not _same_bits(target, source)
+
+
+def test_a_number_and_a_row_for_several_are_compared() -> None:
+    rows = torch.zeros(4, 3).copy_(torch.arange(3.0))
+    assert _same_bits(rows, torch.arange(3.0))
+    assert not _same_bits(rows, torch.tensor([0.0, 1.0, -2.0]))
+    assert _same_bits(torch.tensor(2.0), torch.tensor(2.0))
+    assert not _same_bits(torch.tensor(0.0), torch.tensor(-0.0))
+    assert _same_bits(torch.ones(0, 3), torch.ones(0, 3))
+    assert _same_bits(torch.ones(2, dtype=torch.bool)[::1], torch.ones(2, dtype=torch.bool))
+    assert _same_bits(torch.ones(3, 2, dtype=torch.bfloat16).T, torch.ones(2, 3))
+
+
+def zeroes_of_the_other_sign(parameter: torch.nn.Parameter, name: str, tensor: torch.Tensor) -> None:
+    """In a region with gaps."""
+    for columns in (slice(0, 2), slice(2, 5)):
+        parameter.data[int(name[-1])][:, columns].copy_(tensor[:, columns])
+    if name == "expert.2":
+        parameter.data[2, 1, 1] *= -1
+
+
+def test_a_zero_that_changed_its_sign_is_noticed(bucket: tuple[SharedBuffer, Bucket, list[torch.Tensor]]) -> None:
+    buffer, sent, tensors = bucket
+    tensors[2][1, 1] = 0.0
+    slot = sent.slots[2]
+    buffer.data[slot.offset :][: slot.num_bytes].copy_(tensors[2].view(-1).view(torch.uint8))
+    slots = tuple(replace(slot, digest=digest(tensors[2])) if of is slot else of for of in sent.slots)
+    found = problem(Receiver().load(Rank(zeroes_of_the_other_sign), message(replace(sent, slots=slots))))
+    assert found.startswith("expert.2: a region of shape (3, 2) is not what was loaded into it")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
