@@ -46,8 +46,8 @@ class SpeculationConfig:
     """Drafting ahead of the policy. It changes the speed of a rollout and never a token."""
 
     mode: Literal["off", "coupled", "decoupled", "auto"] = "off"
-    """off: plain decoding; coupled: draft, then verify, on the engine's own devices; decoupled: verify what processes
-    of their own (parallel.drafters) have drafted ahead; auto: drafters, or off, whichever is predicted to be
+    """off: plain decoding; coupled: `drafters` draft, then the policy verifies, on the engine's own devices; decoupled:
+    processes of their own (parallel.drafters) draft ahead as well; auto: drafters, or off, whichever is predicted to be
     faster, request by request and round by round."""
     drafters: tuple[str, ...] = ("suffix",)
     """Draft methods: suffix, previous, mtp (the policy's own MTP layer), model, decoupled, or the import path of a

@@ -105,6 +105,10 @@ def test_a_draft_model_is_loaded_where_somebody_drafts_with_it(
     assert made.in_use == {*made.in_engines.values(), *made.in_processes.values()}
 
 
+def test_in_mode_decoupled_other_drafters_draft_as_well() -> None:
+    assert SpeculationConfig(mode="decoupled", draft_model=("1",)).draft_methods == ("decoupled", "suffix")
+
+
 def test_at_most_one_head(tmp_path: Path) -> None:
     made, folders = listed(tmp_path, "model", "model:2", mode="coupled", processes=0)
     policy = replace(ModelShape.read(folders[0]), max_position=20)
