@@ -85,13 +85,15 @@ def message_s(setting: Setting) -> float:
     return MESSAGE_S + setting.pace.dilation * setting.link_s
 
 
-def script(setting: Setting, right: dict[str, list[int]], second: float) -> Script:
-    return Script(acceptance=setting.acceptance, spread=setting.spread, second=second, step_s=[0.0], outputs=right)
+def script(setting: Setting, right: dict[str, list[int]], runner_up: float) -> Script:
+    return Script(
+        acceptance=setting.acceptance, spread=setting.spread, runner_up=runner_up, step_s=[0.0], outputs=right
+    )
 
 
 class Continuer(Elsewhere):
     def __init__(self, known: Script) -> None:
-        self._script, self._seconds = known, []
+        self._script, self._runners_up = known, []
 
 
 @dataclass(kw_only=True)
@@ -125,7 +127,7 @@ class Drafting:
             step_s = self.step_s[len(lanes) - 1]
             self.pace.batch(len(lanes), step_s)
             self.now_s += step_s
-            self.mirrors.extended(lanes, self.continuer.extend(lanes), self.continuer.seconds())
+            self.mirrors.extended(lanes, self.continuer.extend(lanes), self.continuer.runners_up())
             self._send()
 
     def _send(self) -> None:
@@ -195,13 +197,15 @@ class Verifier:
         return [name for name, d, w in zip(self.live, self.drafts, windows, strict=True) if w and not d]
 
 
-def decoupled(setting: Setting, *, second: float, seed: int = 0) -> Played:
+def decoupled(setting: Setting, *, runner_up: float, seed: int = 0) -> Played:
     """Play a batch on all groups but the last, which drafts, or on all where another device drafts."""
     names = [str(1000 * seed + i) for i in range(setting.batch)]
     texts = Texts.of(names, setting, seed)
     delay_s = message_s(setting)
     drafter = Drafting(
-        continuer=Continuer(script(setting, texts.right, second)), step_s=setting.step_s(MAX_LANES), message_s=delay_s
+        continuer=Continuer(script(setting, texts.right, runner_up)),
+        step_s=setting.step_s(MAX_LANES),
+        message_s=delay_s,
     )
     engines, begin_s = setting.verifiers, BEGIN_S + 2 * delay_s
     verifiers = []
@@ -215,7 +219,7 @@ def decoupled(setting: Setting, *, second: float, seed: int = 0) -> Played:
     while due:
         now_s, k = heapq.heappop(due)
         verifier = verifiers[k]
-        drafter.until(now_s, branches=second > 0)
+        drafter.until(now_s, branches=runner_up > 0)
         if verifier.pass_s:
             verifier.ended()
         if not verifier.live:

@@ -36,7 +36,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
     acceptance: float  # P(a draft token is right | those before it are), mean over requests
     spread: float = 0.0  # a request's own is up to this much more or less
-    second: float = 0.0  # P(the second choice is right | the first is wrong, and those before it right)
+    runner_up: float = 0.0  # P(the second choice is right | the first is wrong, and those before it right)
     text: float = 0.5  # the acceptance of the drafter over text
     text_spread: float = 0.4
     coins: str = ""  # drafters with other coins err elsewhere
@@ -64,7 +64,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
         coin, own = self._coin(seed, position), self.own(seed)
         if coin < own:
             return token, wrong[0]
-        return wrong[0], token if coin < own + (1.0 - own) * self.second else wrong[1]
+        return wrong[0], token if coin < own + (1.0 - own) * self.runner_up else wrong[1]
 
     def rate(self) -> float:
         """Share of all positions but the first where it is right after a right token."""
@@ -147,18 +147,18 @@ class Elsewhere:
     def __init__(self, spec: DrafterSpec) -> None:
         self._script = Script.read(spec.model_dir)
 
-        self.wants_seconds = True
-        self._seconds: list[int] = []
+        self.wants_runners_up = True
+        self._runners_up: list[int] = []
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
         script = self._script
         script.spend(len(lanes))
         both = [script.choices(lane.seed, len(lane.tokens), lane.tokens[-1] if lane.tokens else -1) for lane in lanes]
-        self._seconds = [second if script.second else -1 for _, second in both]
+        self._runners_up = [runner_up if script.runner_up else -1 for _, runner_up in both]
         return [[first] for first, _ in both]
 
-    def seconds(self) -> list[int]:
-        return self._seconds
+    def runners_up(self) -> list[int]:
+        return self._runners_up
 
     def forget(self, key: Hashable) -> None:
         pass

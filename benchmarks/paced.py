@@ -154,8 +154,8 @@ def measured(setting: Setting, repetitions: int, *, timeline: Path | None = None
             off_s, of_off = undisturbed(lambda: off(devices))
             seen["off"].add(of_off)
             for name in CONTESTANTS:
-                second = 0.0 if name == FIRST_ALONE else setting.second
-                with devices.drafter(script_of(setting, second=second)) as process:
+                runner_up = 0.0 if name == FIRST_ALONE else setting.runner_up
+                with devices.drafter(script_of(setting, runner_up=runner_up)) as process:
                     seen[name].add(undisturbed(partial(turn, devices, name, off_s, process)))
                     print("  ".join(seen[name].row(setting, name)), flush=True)
                     if timeline is not None and name == "decoupled":

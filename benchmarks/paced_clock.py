@@ -91,8 +91,8 @@ def row(setting: Setting) -> list[str]:
     pass_s = setting.pace.pass_s(each, each)
     plays = (
         [coupled(setting, seed=seed) for seed in range(SEEDS)],
-        [decoupled(setting, second=0.0, seed=seed) for seed in range(SEEDS)],
-        [decoupled(setting, second=setting.second, seed=seed) for seed in range(SEEDS)],
+        [decoupled(setting, runner_up=0.0, seed=seed) for seed in range(SEEDS)],
+        [decoupled(setting, runner_up=setting.runner_up, seed=seed) for seed in range(SEEDS)],
     )
     over = [fmean(play.over_off for play in of) for of in plays]
     names = ("coupled", "decoupled", "decoupled")

@@ -67,7 +67,7 @@ class Setting:
     groups: int = 2  # of devices
     acceptance: float = 0.8
     spread: float = 0.0
-    second: float = 0.5
+    runner_up: float = 0.5
     tokens: int = 96  # per request; with `tail` the most
     tail: bool = False
     paces: tuple[Pace, ...] = ()  # of groups that differ; else all have `pace`
@@ -235,12 +235,12 @@ def script_for(folder: Path, group: int) -> Path:
     return folder / f"script-{group}.json"
 
 
-def script_of(setting: Setting, *, second: float) -> Script:
+def script_of(setting: Setting, *, runner_up: float) -> Script:
     """Return what the setting's drafter knows, but for the outputs."""
     return Script(
         acceptance=setting.acceptance,
         spread=setting.spread,
-        second=second,
+        runner_up=runner_up,
         sleeps=True,
         step_s=setting.step_s(8 * setting.batch),
         outputs={},

@@ -54,7 +54,7 @@ class Known:
 
     @classmethod
     def of(cls, setting: Setting, batch: int) -> Known:
-        script = script_of(setting, second=0.0)
+        script = script_of(setting, runner_up=0.0)
         rates, lucks, lengths = [], [], []
         for request in requests(setting, batch):
             rates.append(min(1.0, script.own(request.seed)))

@@ -143,7 +143,7 @@ def costs(known: Sequence[Setting], dates: Mapping[str, str]) -> str:
                 f"{1e3 * draft.at(each, 1):.2f}",
                 f"{1e3 * draft.at(setting.batch, 1):.2f}, {1e3 * draft.at(4 * setting.batch, 1):.2f}",
                 f"{setting.acceptance:g} ± {setting.spread:g}",
-                f"{setting.second:g}",
+                f"{setting.runner_up:g}",
                 f"{own.dilation:g}",
                 dates[setting.name],
             ]

@@ -93,7 +93,7 @@ def cell(devices: str, gpus: Sequence[str], draft: str, batch: int, link_ms: flo
 def played(setting: Setting, way: str) -> float:
     """Return tokens/s over plain decoding on all groups, a mean of batches."""
     plays = [
-        coupled(setting, seed=seed) if way == "coupled" else decoupled(setting, second=setting.second, seed=seed)
+        coupled(setting, seed=seed) if way == "coupled" else decoupled(setting, runner_up=setting.runner_up, seed=seed)
         for seed in range(SEEDS)
     ]
     return fmean(play.over_off for play in plays)

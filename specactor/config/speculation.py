@@ -46,8 +46,8 @@ class SpeculationConfig:
     """Drafting ahead of the policy. It changes the speed of a rollout and never a token."""
 
     mode: Literal["off", "coupled", "decoupled", "auto"] = "off"
-    """off: plain decoding; coupled: draft, then verify, on the engine's own devices; decoupled: verify what processes
-    of their own (parallel.drafters) have drafted ahead; auto: drafters, or off, whichever is predicted to be
+    """off: plain decoding; coupled: `drafters` draft, then the policy verifies, on the engine's own devices; decoupled:
+    processes of their own (parallel.drafters) draft ahead as well; auto: drafters, or off, whichever is predicted to be
     faster, request by request and round by round."""
     drafters: tuple[str, ...] = ("suffix",)
     """Draft methods: suffix, previous, mtp (the policy's own MTP layer), model, decoupled, or the import path of a
@@ -66,7 +66,7 @@ class SpeculationConfig:
     and ``decoupled``, the second for ``model:2`` and ``decoupled:2``, and so on; one may be an EAGLE-3 head of the
     policy, for drafters ``model`` alone. As the first, ``warm-up``: one layer of the warmed-up policy, distilled on the
     worked solutions of `warmup`, and ``warm-up-head``: a head, likewise. The first alone is kept fresh by
-    `distillation`."""
+    `distillation`. One that no drafter names is neither loaded nor made."""
     cost_table: str = ""
     """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs. In mode
     auto the job is also planned by it when it starts: what no plan has is not started."""
@@ -94,9 +94,17 @@ class SpeculationConfig:
     @property
     def in_engines(self) -> dict[str, str]:
         """Return the folders of the draft models that engines hold, by drafter."""
-        if self.is_decoupled:
-            return self._named("model")
-        return {drafter_of("model", place): folder for place, folder in enumerate(self.draft_model, 1)}
+        if self.mode == "off":
+            return {}
+        if not self.is_decoupled and any(":" in name and not kind_of(name) for name in self.drafters):
+            # a class of the user's may draft with any of them
+            return {drafter_of("model", place): folder for place, folder in enumerate(self.draft_model, 1)}
+        return self._named("model")
+
+    @property
+    def in_use(self) -> set[str]:
+        """Return the folders of the draft models that somebody drafts with."""
+        return {*self.in_engines.values(), *self.in_processes.values()}
 
     @property
     def uses_mtp(self) -> bool:

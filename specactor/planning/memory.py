@@ -239,9 +239,7 @@ def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
     """Return the memory of a recipe's devices, one per rank. Raises ConfigError for an impossible layout, PlanError for
     a model of unknown shape."""
     layout, shape = _layout(config, ranks)
-    speculation = config.rollout.speculation
-    held = speculation.in_engines.values() if speculation.mode != "off" else ()
-    drafts = [_draft(shape, name) for name in held]
+    drafts = [_draft(shape, name) for name in config.rollout.speculation.in_engines.values()]
     return of_job(config, layout, shape, device_bytes, drafts, _learns(config, shape))
 
 

@@ -94,9 +94,8 @@ def _check(config: Config) -> None:
     if config.model.tiny is None:
         ModelShape.read(Path(config.model.path))
     speculation = _profiled(config.rollout.speculation)
-    for name, folder in speculation.in_engines.items():
-        if name in speculation.drafters:
-            draft_shape(folder)
+    for folder in speculation.in_engines.values():
+        draft_shape(folder)
     found = len(gpus())
     if 0 < found < config.parallel.engine_tensor:
         raise ConfigError.at(

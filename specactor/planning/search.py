@@ -15,7 +15,6 @@ from specactor.config import Config
 from specactor.errors import PlanError
 from specactor.planning.plans import (
     AHEAD,
-    TEXT_DRAFTERS,
     Cluster,
     DrafterEngine,
     DrafterOption,
@@ -242,9 +241,7 @@ def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config,
     if modes == {"off"}:
         speculation = replace(speculation, mode="off")
     elif "decoupled" not in modes and others:
-        # Engines load the draft models that are named, so none are where only text is drafted from.
-        models = () if set(others) <= {*TEXT_DRAFTERS} else speculation.draft_model
-        speculation = replace(speculation, drafters=others, draft_model=models)
+        speculation = replace(speculation, drafters=others)
     parallel = config.parallel
     if rollout.speculation.is_decoupled and not speculation.is_decoupled:
         parallel = replace(parallel, drafters=0, drafter_hosts=())

@@ -178,7 +178,7 @@ def check_in_engines(config: Config, policy: ModelShape) -> None:
             f"others, since {config.model.path} has no MTP layer",
             "Train a MiMo model, or make an EAGLE-3 head: specactor drafter init ... start:eagle3-start.",
         )
-    models = [*speculation.in_engines.values()] if speculation.mode != "off" else []
+    models = [*speculation.in_engines.values()]
     shapes = {folder: draft_shape(folder) for folder in models if folder not in MADE_BY_WARM_UP}  # which fit
     for folder, draft in shapes.items():
         for name, own, needed in (
@@ -202,10 +202,10 @@ def check_in_engines(config: Config, policy: ModelShape) -> None:
 def check_tokenizers(config: Config) -> None:
     """Raise ConfigError for a draft model whose tokenizer differs from the policy's."""
     speculation = config.rollout.speculation
-    if speculation.mode == "off" or config.model.tiny is not None:
+    if not speculation.in_use or config.model.tiny is not None:
         return
     policy = _vocabulary(Path(config.model.path))
-    for folder in {*speculation.in_engines.values(), *speculation.in_processes.values()}:
+    for folder in speculation.in_use:
         own = _vocabulary(Path(folder))
         if own and policy and own != policy:
             differs = sum(policy.get(token) != i for token, i in own.items()) or len(policy) - len(own)

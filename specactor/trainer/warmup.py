@@ -117,7 +117,7 @@ def with_draft_model(
     Collective."""
     rollout = config.rollout
     wanted = rollout.speculation.first_draft_model
-    if rollout.speculation.mode == "off" or wanted not in MADE_BY_WARM_UP:
+    if wanted not in {*MADE_BY_WARM_UP} & rollout.speculation.in_use:
         return config
     if wanted == WARM_UP_HEAD:  # it learns from the policy's own probabilities
         settings, updates = DraftTrainingConfig(learning_rate=HEAD_LEARNING_RATE, top_k=HEAD_TOP_K), HEAD_UPDATES

@@ -43,7 +43,7 @@ def test_a_verification_is_paced_by_its_requests_and_rows() -> None:
 
 def test_second_choices_are_right_as_often_as_dialled() -> None:
     right = [i * 7 % 13 for i in range(4000)]
-    script = Script(acceptance=0.7, second=0.5, step_s=[0.0], outputs={"5": right})
+    script = Script(acceptance=0.7, runner_up=0.5, step_s=[0.0], outputs={"5": right})
     both = [script.choices(5, at, right[at - 1]) for at in range(1, len(right))]
     missed = [second == right[at] for at, (first, second) in enumerate(both, 1) if first != right[at]]
     assert sum(missed) / len(missed) == pytest.approx(0.5, abs=0.05)
@@ -146,8 +146,8 @@ def test_on_a_clock_second_choices_are_worth_what_the_page_says() -> None:
         fmean(play(seed).over_off for seed in range(6))
         for play in (
             lambda seed: clocked.coupled(setting, seed=seed),
-            lambda seed: clocked.decoupled(setting, second=0.0, seed=seed),
-            lambda seed: clocked.decoupled(setting, second=0.5, seed=seed),
+            lambda seed: clocked.decoupled(setting, runner_up=0.0, seed=seed),
+            lambda seed: clocked.decoupled(setting, runner_up=0.5, seed=seed),
         )
     )
     assert 1.4 < coupled < 1.69  # of endless batches
@@ -177,7 +177,7 @@ def test_on_a_clock_dear_lanes_have_no_second_choices() -> None:
     pace = flat(0.080, 0.020)
     dear = Grid(requests=(1.0, 64.0), per_request=(1.0,), seconds=((0.005,), (0.320,)))
     setting = Setting(name="dear", pace=msgspec.structs.replace(pace, draft=dear), batch=8)
-    speeds = [clocked.decoupled(setting, second=second).over_off for second in (0.0, 0.5)]
+    speeds = [clocked.decoupled(setting, runner_up=share).over_off for share in (0.0, 0.5)]
     assert speeds[1] > 0.95 * speeds[0]
 
 
@@ -209,7 +209,7 @@ def test_passes_and_steps_take_their_time(tmp_path: Path, monkeypatch: pytest.Mo
         assert devices.decode(batch, SpeculationConfig()) >= (SETTING.tokens - 1) * PASS_S
         plain = devices.passes()
         assert plain.busy_s >= plain.passes * PASS_S
-        with devices.drafter(replace_acceptance(script_of(SETTING, second=1.0))):
+        with devices.drafter(replace_acceptance(script_of(SETTING, runner_up=1.0))):
             for way in paced.CONTESTANTS.values():
                 devices.begin(way)
                 devices.decode(shortened(batch), way)

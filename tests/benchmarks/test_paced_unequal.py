@@ -17,7 +17,7 @@ EQUAL = Setting(name="a quarter", pace=flat(0.080, 0.020), batch=8, tokens=48)
 
 def test_groups_that_are_alike_play_as_equal_groups() -> None:
     alike = replace(EQUAL, paces=(EQUAL.pace, EQUAL.pace))
-    assert clocked.decoupled(alike, second=0.5) == clocked.decoupled(EQUAL, second=0.5)
+    assert clocked.decoupled(alike, runner_up=0.5) == clocked.decoupled(EQUAL, runner_up=0.5)
     assert clocked.coupled(alike) == clocked.coupled(EQUAL)
 
 
@@ -26,8 +26,8 @@ def test_the_slowest_group_counts_and_the_last_one_drafts() -> None:
     mixed = replace(EQUAL, paces=(EQUAL.pace, slow))
     assert clocked.off_s(mixed) == pytest.approx(47 * (0.160 + clocked.HOST_S))
     assert clocked.coupled(mixed).over_off == pytest.approx(clocked.coupled(EQUAL).over_off, rel=0.15)
-    fast_verifies = clocked.decoupled(mixed, second=0.0).over_off
-    slow_verifies = clocked.decoupled(replace(mixed, paces=(slow, EQUAL.pace)), second=0.0).over_off
+    fast_verifies = clocked.decoupled(mixed, runner_up=0.0).over_off
+    slow_verifies = clocked.decoupled(replace(mixed, paces=(slow, EQUAL.pace)), runner_up=0.0).over_off
     assert fast_verifies > 1.2 * slow_verifies
 
 
@@ -35,13 +35,13 @@ def test_a_drafter_of_its_own_leaves_all_groups_to_verify() -> None:
     slow_steps = Grid(requests=(1.0,), per_request=(1.0,), seconds=((0.070,),))
     own = replace(EQUAL, drafter=EQUAL.pace.draft)
     assert (own.verifiers, EQUAL.verifiers) == (2, 1)
-    as_fast = clocked.decoupled(own, second=0.5).over_off
-    assert as_fast >= 0.97 * clocked.decoupled(EQUAL, second=0.5).over_off
-    assert clocked.decoupled(replace(own, drafter=slow_steps), second=0.5).over_off < 0.8 * as_fast
+    as_fast = clocked.decoupled(own, runner_up=0.5).over_off
+    assert as_fast >= 0.97 * clocked.decoupled(EQUAL, runner_up=0.5).over_off
+    assert clocked.decoupled(replace(own, drafter=slow_steps), runner_up=0.5).over_off < 0.8 * as_fast
 
 
 def test_a_slow_link_costs_drafts() -> None:
-    empty = [clocked.decoupled(replace(EQUAL, link_s=link_s), second=0.5).empty for link_s in (0.0, 0.040, 0.200)]
+    empty = [clocked.decoupled(replace(EQUAL, link_s=link_s), runner_up=0.5).empty for link_s in (0.0, 0.040, 0.200)]
     assert empty[0] < empty[1] < empty[2]
 
 

@@ -80,6 +80,35 @@ def test_processes_draft_with_the_draft_models_in_turn(tmp_path: Path) -> None:
     assert (second.drafter, second.model_dir) == ("decoupled:2", str(folders[1]))
 
 
+@pytest.mark.parametrize(
+    ("mode", "drafters", "in_engines", "in_processes"),
+    [
+        ("coupled", "suffix", "", ""),
+        ("coupled", "model:2", "model:2", ""),
+        ("auto", "model mtp", "model", ""),
+        ("auto", "model decoupled:2", "model", "decoupled:2"),
+        ("auto", "suffix decoupled", "", "decoupled"),
+        ("decoupled", "suffix", "", "decoupled"),
+        ("coupled", "yours:Class", "model model:2", ""),  # it may be a `ModelDrafter`
+        ("auto", "yours:Class decoupled", "", "decoupled"),
+        ("off", "model yours:Class", "", ""),
+    ],
+)
+def test_a_draft_model_is_loaded_where_somebody_drafts_with_it(
+    mode: str, drafters: str, in_engines: str, in_processes: str
+) -> None:
+    made = SpeculationConfig(mode=mode, drafters=tuple(drafters.split()), draft_model=("1", "2"))  # type: ignore[arg-type]
+    assert [*made.in_engines] == in_engines.split()
+    assert [*made.in_processes] == in_processes.split()
+    named = {"model": "1", "decoupled": "1", "model:2": "2", "decoupled:2": "2"}
+    assert made.in_engines | made.in_processes == {name: named[name] for name in f"{in_engines} {in_processes}".split()}
+    assert made.in_use == {*made.in_engines.values(), *made.in_processes.values()}
+
+
+def test_in_mode_decoupled_other_drafters_draft_as_well() -> None:
+    assert SpeculationConfig(mode="decoupled", draft_model=("1",)).draft_methods == ("decoupled", "suffix")
+
+
 def test_at_most_one_head(tmp_path: Path) -> None:
     made, folders = listed(tmp_path, "model", "model:2", mode="coupled", processes=0)
     policy = replace(ModelShape.read(folders[0]), max_position=20)

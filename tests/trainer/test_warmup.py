@@ -44,7 +44,7 @@ def test_a_draft_model_is_made_once_and_knows_the_worked_solutions(results: dict
         question, _, rest = response.partition("=")
         a, b = map(int, question.split("*"))
         assert (said, rest) == (f"{a * b};", f"{a * b};#{a * b}<eos>"), "what an environment says is not learned"
-    assert found["left_alone"] == [True, True], "without speculation, and with a folder"
+    assert found["left_alone"] == [True, True, True], "without speculation, with a folder, and for nobody"
 
 
 def test_it_takes_worked_solutions() -> None:

@@ -69,7 +69,8 @@ def about(root: Path, kind: str, *wanted: str) -> dict[str, Any] | None:
     policies = [target, target] if head else models
     measured = [acceptance.measure(of, m, examples, window=4, seed=0) for of, m in zip(policies, models, strict=True)]
     nothing = cast(Any, None)
-    others = [load(["quickstart_plain", *words]) for words in ([], [*wanted[:-1], "x"])]
+    nobody = ["suffix" if word == "model" else word for word in wanted]
+    others = [load(["quickstart_plain", *words]) for words in ([], [*wanted[:-1], "x"], nobody)]
     return {
         "folders": [speculation.first_draft_model for speculation in made],
         "else_as_asked": replace(made[0], draft_model=(wanted[-1],)) == config.rollout.speculation,

@@ -28,9 +28,9 @@ class Lane:
 
 @runtime_checkable
 class Branching(Protocol):
-    wants_seconds: bool  # whether those of the next call are of use; where they are not, they may be unknown
+    wants_runners_up: bool  # whether those of the next call are of use; where they are not, they may be unknown
 
-    def seconds(self) -> list[int]:
+    def runners_up(self) -> list[int]:
         """Return, per lane of the last call, the second choice for its first token; -1: unknown."""
 
 

@@ -103,13 +103,13 @@ class Mirror:
         self.unsent = True
         return 1
 
-    def extended(self, lane: Lane, draft: Sequence[int], second: int = UNKNOWN) -> int:
+    def extended(self, lane: Lane, draft: Sequence[int], runner_up: int = UNKNOWN) -> int:
         """Append the answer to the last lane; return how many tokens were kept."""
         self._shown_from, self._shown = self.committed, list(lane.tokens[self.committed :])
         tokens = draft[: self._room]
-        branches = tokens and second not in (UNKNOWN, tokens[0])
+        branches = tokens and runner_up not in (UNKNOWN, tokens[0])
         if branches:
-            self.branches[len(self.tokens)] = [second]
+            self.branches[len(self.tokens)] = [runner_up]
         self.tokens += tokens
         self._stuck = not tokens
         self.unsent = self.unsent or bool(tokens)
@@ -351,17 +351,17 @@ class Mirrors:
         return [mirror.lane(at) for _, _, at, mirror in short]
 
     def extended(
-        self, lanes: Sequence[Lane], drafts: Sequence[Sequence[int]], seconds: Sequence[int] | None = None
+        self, lanes: Sequence[Lane], drafts: Sequence[Sequence[int]], runners_up: Sequence[int] | None = None
     ) -> None:
-        """Append answers; `seconds` are second choices for their first tokens."""
-        for lane, draft, second in zip(lanes, drafts, seconds or [UNKNOWN] * len(lanes), strict=True):
+        """Append answers; `runners_up` are second choices for their first tokens."""
+        for lane, draft, runner_up in zip(lanes, drafts, runners_up or [UNKNOWN] * len(lanes), strict=True):
             key = cast(Key, lane.key)
             mirror, session = self._oldest[key], self._sessions[key[0]]
             if lane.branch is not None:
                 session.drafted += mirror.branched(lane.branch, draft)
                 continue
             self._unread.discard(key)
-            session.drafted += mirror.extended(lane, draft, second)
+            session.drafted += mirror.extended(lane, draft, runner_up)
 
     def forget_all(self) -> None:
         for session in list(self._sessions.values()):

@@ -222,7 +222,7 @@ class Loop:
         began_s = time.perf_counter()  # lanes of branches copy their texts, which is time that they take
         if branching is not None:
             free = self._pace.free(own, MAX_LANES)
-            branching.wants_seconds = free > 0
+            branching.wants_runners_up = free > 0
             lanes += mirrors.branches(free)
         if lanes:
             drafts = continuer.extend(lanes)
@@ -233,7 +233,7 @@ class Loop:
             tokens = sum(map(len, drafts))
             self.recorder.span("draft", "draft", began_s, ended_s, requests=len(lanes), tokens=tokens)
             self._drafted = (own, sum(map(len, drafts[:own])))
-            mirrors.extended(lanes, drafts, branching.seconds() if branching is not None else None)
+            mirrors.extended(lanes, drafts, branching.runners_up() if branching is not None else None)
         self.busy = bool(lanes)
         self._send(more=self.busy)
 

@@ -35,8 +35,8 @@ class DraftBackend:
     def __init__(self, runner: Any) -> None:
         self.version = 0
         self._runner = self.runner_type(runner)
-        self.wants_seconds = True
-        self._seconds: list[int] = []
+        self.wants_runners_up = True
+        self._runners_up: list[int] = []
         self._slots = Slots(num_slots=self._runner.num_slots, num_rows=self._runner.num_rows)
         self._known: dict[Hashable, _Known] = {}
 
@@ -82,19 +82,19 @@ class DraftBackend:
             if lane.branch is None:
                 self._meet(lane)
         answers: list[list[int]] = [[] for _ in lanes]
-        self._seconds = [UNKNOWN] * len(lanes)
-        self._runner.seconds = [] if self.wants_seconds else None
+        self._runners_up = [UNKNOWN] * len(lanes)
+        self._runner.runners_up = [] if self.wants_runners_up else None
         for batch in self._batches(lanes):
             drafts = self._runner.draft(list(batch.values()))
-            seconds = [UNKNOWN] * len(drafts) if self._runner.seconds is None else self._runner.seconds
-            for i, draft, second in zip(batch, drafts, seconds, strict=True):
-                answers[i], self._seconds[i] = draft, second
+            runners_up = [UNKNOWN] * len(drafts) if self._runner.runners_up is None else self._runner.runners_up
+            for i, draft, runner_up in zip(batch, drafts, runners_up, strict=True):
+                answers[i], self._runners_up[i] = draft, runner_up
         for i in range(len(lanes)):
             self._slots.free((BRANCH, i))
         return answers
 
-    def seconds(self) -> list[int]:
-        return self._seconds
+    def runners_up(self) -> list[int]:
+        return self._runners_up
 
     def _meet(self, lane: Lane) -> None:
         """Find what is still seen of a text since the last call."""

@@ -240,7 +240,7 @@ class DraftRunner:
         from sglang.srt.model_executor import forward_batch_info
 
         self._runner = runner
-        self.seconds: list[int] | None = None
+        self.runners_up: list[int] | None = None
         """Of the last call, per text its second choice for the first token, if it was set to a list before."""
         self._info = forward_batch_info
         self._vocab_size = int(runner.model_config.vocab_size)
@@ -306,24 +306,24 @@ class DraftRunner:
         with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
             logits_BV = self._catch_up(batch)
             columns = [self._sample(logits_BV, batch, 0)]
-            if self.seconds is not None:
+            if self.runners_up is not None:
                 others_BV = logits_BV.scatter(1, columns[0].long()[:, None], float("-inf"))
-                second_B = self._sample(others_BV, batch, 0)
+                runner_up_B = self._sample(others_BV, batch, 0)
             for depth in range(1, batch.texts[0].window):
                 count = batch.count(depth)
                 logits_BV = self._logits(columns[-1][:count], batch.table[:count], batch.base[:count] + depth)
                 columns.append(self._sample(logits_BV, batch, depth))
-        if self.seconds is not None:
-            columns.append(second_B)
+        if self.runners_up is not None:
+            columns.append(runner_up_B)
         tokens = torch.cat(columns).tolist()  # one wait for the device
         starts = [0, *accumulate(map(len, columns))]
         drafts: list[list[int]] = [[] for _ in texts]
         for b, i in enumerate(order):
             drafts[i] = [tokens[start + b] for start in starts[: texts[i].window]]
             texts[i].cache.fed = drafts[i][:-1] if self.keeps_drafts else []
-        if self.seconds is not None:
-            seconds = dict(zip(order, tokens[starts[-2] :], strict=True))
-            self.seconds = [seconds[i] for i in range(len(texts))]
+        if self.runners_up is not None:
+            runners_up = dict(zip(order, tokens[starts[-2] :], strict=True))
+            self.runners_up = [runners_up[i] for i in range(len(texts))]
         return drafts
 
     def _sample(self, logits_BV: Tensor, batch: DraftBatch, depth: int) -> Tensor:

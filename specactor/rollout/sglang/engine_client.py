@@ -1,7 +1,7 @@
 """A rollout engine as its trainer rank sees it: a child process.
 
-Invariants: no wait is unbounded; a death of host, scheduler or SGLang is an `EngineDied` with the responses finished
-before; after `stop` or `kill` no process of the engine is left.
+Invariants: no wait is unbounded; a death of host, scheduler or SGLang is an `EngineDied`, before which `on_finished`
+had every response that came; after `stop` or `kill` no process of the engine is left.
 """
 
 from __future__ import annotations
@@ -49,11 +49,7 @@ _FLUSH_PAUSE_S = 0.1
 
 
 class EngineDied(EngineError):  # noqa: N818  (an event, like StopIteration)
-    """The engine is gone, or was ended; ``finished`` holds what it had delivered."""
-
-    def __init__(self, message: str, finished: Sequence[Trajectory] = ()) -> None:
-        super().__init__(message)
-        self.finished = list(finished)
+    """The engine is gone, or was ended."""
 
 
 class Engine:
@@ -123,10 +119,7 @@ class Engine:
         bare = [resume.bare(request) for request in requests]
         with self._process.call(Generate(requests=bare, report_tokens=report_tokens)) as call:
             while True:
-                try:
-                    message = self._next(call, deadline)
-                except EngineDied as death:
-                    raise EngineDied(str(death), list(finished.values())) from None
+                message = self._next(call, deadline)
                 if isinstance(message, Done):
                     break
                 if isinstance(message, Failed):

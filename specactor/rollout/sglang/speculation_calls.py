@@ -61,9 +61,12 @@ def starting() -> SpeculationConfig:
 
 
 def make_speculator(config: SpeculationConfig) -> Speculator | None:
+    from sglang.srt.runtime_context import get_parallel
+
     if config.mode == "off":
         return None
-    return Speculator(config, make_drafters(config, connect=partial(_connect, config)), clock=time.perf_counter)
+    drafters = make_drafters(config, connect=partial(_connect, config))
+    return Speculator(config, drafters, clock=time.perf_counter, decides=get_parallel().tp_rank == 0)
 
 
 def _connect(config: SpeculationConfig, name: str) -> Drafter:

@@ -156,7 +156,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
                 if (runner := self.draft_runners.get(drafter.name)) is None:
                     raise EngineError(
                         f"rollout.speculation.drafters: got {drafter.name}, but this engine was started without a "
-                        "draft model for it. Start it with rollout.speculation.draft_model."
+                        "draft model for it. Start it with rollout.speculation.draft_model, and with this drafter."
                     )
                 drafter.attach(runner, lambda rid: self._running[rid].req, self._target_states.get(drafter.name))
 

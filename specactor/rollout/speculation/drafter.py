@@ -31,7 +31,8 @@ class DraftSequence:
 
 
 class Drafter(ABC):
-    """A draft method. One object serves all requests of an engine, from one thread.
+    """A draft method. One object serves all requests of an engine, from one thread. Each rank has its own; those that
+    draft first are told and asked on rank 0 alone.
 
     A drafter over text (`drafts_first`, not `drafts_ahead`) hears of all requests, in plain decoding when they end;
     others only of those that they are asked for. Both hear of them before they are asked.

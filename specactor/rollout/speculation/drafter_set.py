@@ -1,8 +1,9 @@
 """The drafters of an engine: what each is told of its requests, and what it drafts.
 
 Invariants: a drafter that is asked for a request knows its text up to where it is to draft from; it hears of a request
-in order (open, commit, close), and of each token once. One that raises loses its drafts; after `FAILURES` times it is
-not asked again. What is wrong with a drafter is counted and logged.
+in order (open, commit, close), and of each token once. On ranks that do not decide, those that draft first are told
+nothing, since nobody asks them there. One that raises loses its drafts; after `FAILURES` times it is not asked again.
+What is wrong with a drafter is counted and logged.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class DrafterSet:
         drafters: Sequence[Drafter],
         config: SpeculationConfig,
         estimates: Estimates,
+        *,
+        decides: bool = True,
     ) -> None:
         self.config = config
         self.vocab_size: int | None = None
@@ -58,8 +61,10 @@ class DrafterSet:
         self.there = set(self.drafters)
         """Those that can have drafts, as of the last `find`."""
         self._by_kind: dict[_Kind, list[Drafter]] = {"text": [], "model": []}
+        """Those that are told."""
         for drafter in drafters:
-            self._by_kind[_kind(drafter)].append(drafter)
+            if decides or not drafter.drafts_first:
+                self._by_kind[_kind(drafter)].append(drafter)
         self._estimates, self._acceptance = estimates, estimates.acceptance
         self._failures = dict.fromkeys(self.drafters, 0)
         self._problems: set[str] = set()
@@ -91,7 +96,7 @@ class DrafterSet:
         self._tell([self._running[request_id] for request_id in asked], "model")
 
     def policy_changed(self) -> None:
-        for drafter in self.drafters.values():
+        for drafter in chain(*self._by_kind.values()):
             self.call(drafter, drafter.policy_changed)
 
     def _tell(self, requests: Iterable[_Request], kind: _Kind, *, but: int = 0) -> None:

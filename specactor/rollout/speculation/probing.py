@@ -2,7 +2,8 @@
 
 Invariants: the first look comes after LOOK_EVERY plain rounds; intervals then double up to LOOK_AT_LEAST_EVERY, or are
 so long that looks take LOOK_SHARE of the time, up to MAX_REST. New requests, or half as many, bring the next look
-forward to SOON rounds, within that share. Only the past is used.
+forward to SOON rounds, within that share. With at most FEW requests, after drafts were accepted, MOST_AGAIN looks may
+come in every round, while each takes at most AGAIN_SHARE of a plain one. Only the past is used.
 """
 
 from __future__ import annotations

@@ -39,12 +39,14 @@ class Speculator:
         drafters: Sequence[Drafter],
         *,
         clock: Callable[[], float],
+        decides: bool = True,
     ) -> None:
+        """Args: decides: whether this rank does; on others only `draft` is called."""
         self.config = config
         self.drafters = {drafter.name: drafter for drafter in drafters}
         table = CostTable.read(config.cost_table) if config.cost_table else None
         self.estimates = Estimates(self.drafters, max_window=config.max_window, table=table)
-        self.drafter_set = DrafterSet(drafters, config, self.estimates)
+        self.drafter_set = DrafterSet(drafters, config, self.estimates, decides=decides)
         self.planner = Planner(config, self.drafter_set, self.estimates)
         self._clock = clock
         self._looks = Looks()

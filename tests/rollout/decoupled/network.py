@@ -55,7 +55,7 @@ class DrafterEnd:
             assert len(lane.prompt_ids) + len(lane.tokens) < mirrors._oldest[lane.key].reserved, "keys beyond the bound"
         lanes += mirrors.branches(3)
         if lanes:
-            mirrors.extended(lanes, self.continuer.extend(lanes), self.continuer.seconds())
+            mirrors.extended(lanes, self.continuer.extend(lanes), self.continuer.runners_up())
         return [
             (session, frame)
             for session in mirrors.sessions

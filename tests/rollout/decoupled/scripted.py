@@ -30,12 +30,12 @@ class Scripted:
     """Knows what it was shown before, and checks that it is told the truth about that."""
 
     version = 1
-    wants_seconds = True
+    wants_runners_up = True
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.seen: dict[Hashable, list[int]] = {}
         self.calls = 0
-        self._seconds: list[int] = []
+        self._runners_up: list[int] = []
         self._step_s = step_s
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
@@ -53,11 +53,11 @@ class Scripted:
             self.seen[lane.key] = list(lane.tokens)
         time.sleep(self._step_s)
         drafts = [[follower(lane.prompt_ids, lane.tokens)] for lane in lanes]
-        self._seconds = [draft[0] + WRONG for draft in drafts]
+        self._runners_up = [draft[0] + WRONG for draft in drafts]
         return drafts
 
-    def seconds(self) -> list[int]:
-        return self._seconds
+    def runners_up(self) -> list[int]:
+        return self._runners_up
 
     def forget(self, key: Hashable) -> None:
         self.seen.pop(key, None)

@@ -100,8 +100,8 @@ def test_branches_within_the_window_have_a_window_and_one_token_and_others_none(
 
 def test_a_second_choice_that_is_unknown_or_the_first_one_is_none() -> None:
     drafter = opened()
-    for second in (UNKNOWN, 7, 8):
-        drafter.mirrors.extended(drafter.mirrors.wanted(10), [[7]], [second])
+    for runner_up in (UNKNOWN, 7, 8):
+        drafter.mirrors.extended(drafter.mirrors.wanted(10), [[7]], [runner_up])
     assert mirror_of(drafter).branches == {2: [8]}
 
 

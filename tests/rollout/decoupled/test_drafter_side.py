@@ -47,7 +47,7 @@ class Drafter:
         for _ in range(count):
             lanes = self.mirrors.wanted(100) + self.mirrors.branches(branches)
             drafts = self.continuer.extend(lanes)
-            self.mirrors.extended(lanes, drafts, self.continuer.seconds() if branches else None)
+            self.mirrors.extended(lanes, drafts, self.continuer.runners_up() if branches else None)
 
     def say(self, session: int = ENGINE, *, more: bool = False) -> list[ToEngine]:
         frames = self.mirrors.outgoing(session, version=3, now_s=self.now_s, more=more)

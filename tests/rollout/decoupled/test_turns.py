@@ -57,7 +57,7 @@ class Ticking:
 class Choosing(Ticking):
     """Has 8 for a second choice where these are wanted, and goes on from one with 9."""
 
-    wants_seconds = True
+    wants_runners_up = True
     after_second: tuple[int, ...] = (9,)
     asked: Sequence[int | None] = ()
 
@@ -65,8 +65,8 @@ class Choosing(Ticking):
         self.asked = [lane.branch for lane in lanes]
         return [[7] if lane.branch is None else [*self.after_second] for lane in lanes]
 
-    def seconds(self) -> list[int]:
-        return [8 if self.wants_seconds else -1 for _ in self.asked]
+    def runners_up(self) -> list[int]:
+        return [8 if self.wants_runners_up else -1 for _ in self.asked]
 
 
 class Refusing(Choosing):
@@ -200,10 +200,10 @@ def test_second_choices_are_wanted_where_branches_are_free(monkeypatch: pytest.M
     loop = loop_of(world)
     world.open(2)
     loop.turn()
-    assert not world.wants_seconds, "nothing is known of what lanes take"
+    assert not world.wants_runners_up, "nothing is known of what lanes take"
     monkeypatch.setattr(loop._pace, "free", lambda lanes, max_lanes: 1)
     loop.turn()
-    assert world.wants_seconds
+    assert world.wants_runners_up
 
 
 @pytest.mark.parametrize("free", [9, 0])

@@ -207,8 +207,8 @@ class NoBound(Mirrors):
 
 
 class AheadWithoutBound(Mirrors):
-    def extended(self, lanes: Any, drafts: Any, seconds: Any = None) -> None:
-        super().extended(lanes, drafts, seconds)
+    def extended(self, lanes: Any, drafts: Any, runners_up: Any = None) -> None:
+        super().extended(lanes, drafts, runners_up)
         for lane in lanes:
             if self._oldest[lane.key].num_ahead > 5:
                 lane.tokens.extend([0] * 5)

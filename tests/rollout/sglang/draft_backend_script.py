@@ -4,9 +4,9 @@ A line on stdin is a JSON list, the name of an operation and its arguments; the 
 with ANSWER. Operations:
   new NAME STEPS            forget all, and begin with the backend of this name
   extend LANES              its answers
-  seconds                   its second choices of the last call
+  runners_up                its second choices of the last call
   want BOOL                 whether those of the next calls are wanted
-  second LANES              the token of the second score, and by how much that is above the third, as reference
+  runner_up LANES           the token of the second score, and by how much that is above the third, as reference
   forget KEY
   reference LANES           per lane, what transformers' logits and the noise give for the next token, and by how much
                             its score is above the second
@@ -79,11 +79,11 @@ def main(folder: str, tokens: int, requests: int, context: int) -> None:
                 backend = getattr(wrong_draft_backends, arguments[0])(runner)
             case "extend":
                 answer = backend.extend(lanes_of(arguments[0]))
-            case "seconds":
-                answer = backend.seconds()
+            case "runners_up":
+                answer = backend.runners_up()
             case "want":
-                backend.wants_seconds = arguments[0]
-            case "second":
+                backend.wants_runners_up = arguments[0]
+            case "runner_up":
                 answer = references(model, lanes_of(arguments[0]), choice=1)
             case "forget":
                 backend.forget(arguments[0])

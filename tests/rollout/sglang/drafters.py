@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.suffix import SuffixDrafter
 
 EOS = 1
 
@@ -30,6 +31,20 @@ class Memory(Drafter):
         done = len(sequence.output_ids)
         text = self._texts.get((sequence.prompt_ids, sequence.seed), [])[done : done + window]
         return [t + 1 if self.every and (done + j + sequence.seed) % self.every == 0 else t for j, t in enumerate(text)]
+
+
+class Heard(SuffixDrafter):
+    """Counts what it is told; as a suffix drafter it keeps it."""
+
+    name = "heard"
+    opened = 0
+
+    def open(self, sequence: DraftSequence) -> None:
+        self.opened += 1
+        super().open(sequence)
+
+    def figures(self) -> dict[str, float]:
+        return {"opened": self.opened, "tokens": self.num_tokens}
 
 
 class HalfRight(Memory):

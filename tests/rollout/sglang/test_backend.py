@@ -43,6 +43,12 @@ def test_a_draft_model_in_the_engine_outlives_a_release_of_memory(gpu: bool) -> 
     assert arguments[BACKUP] is True
 
 
+def test_an_engine_without_a_drafter_for_it_has_no_draft_model() -> None:
+    arguments = server_args(spec(replace(COUPLED, drafters=("suffix",))), gpu=True, memory_release=True)
+    assert arguments["speculative_algorithm"] == "SPECACTOR"
+    assert not {"speculative_draft_model_path", BACKUP} & {*arguments}
+
+
 def test_the_policy_has_no_backup() -> None:
     for speculation in (SpeculationConfig(), COUPLED):
         arguments = server_args(spec(speculation), gpu=True, memory_release=True)

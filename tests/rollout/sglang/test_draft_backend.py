@@ -310,7 +310,7 @@ def branched(child: Child, texts: int, steps: int, seed: int) -> tuple[int, int,
         answered += len(given)
         mistakes += child.wrong([lane for lane, _ in given], [answer for _, answer in given])
         others += child.wrong(lanes, answers[:texts])
-        others += child.wrong(lanes, [[second] for second in child("seconds")[:texts]], "second")
+        others += child.wrong(lanes, [[token] for token in child("runners_up")[:texts]], "runner_up")
         for t, answer in zip(running, answers[:texts], strict=True):
             t.tokens += answer
     for t in running:
@@ -335,7 +335,7 @@ def test_branches_take_no_place_of_texts(child: Child) -> None:
     assert (answered, others) == (0, 0)
 
 
-@pytest.mark.parametrize("name", ["Shared", "TellsOldSeconds", "NeverTellsThemAgain"])
+@pytest.mark.parametrize("name", ["Shared", "TellsOldRunnersUp", "NeverTellsThemAgain"])
 def test_second_choices_are_there_while_they_are_wanted(child: Child, name: str) -> None:
     """And drafts are right in both cases."""
     rng = random.Random(14)
@@ -347,12 +347,12 @@ def test_second_choices_are_there_while_they_are_wanted(child: Child, name: str)
         lanes = [t.lane() for t in texts]
         answers = child.extend(lanes)
         assert child.wrong(lanes, answers) == 0
-        seconds = child("seconds")
-        assert len(seconds) == len(lanes)
+        runners_up = child("runners_up")
+        assert len(runners_up) == len(lanes)
         if wanted:
-            mistakes += child.wrong(lanes, [[second] for second in seconds], "second")
+            mistakes += child.wrong(lanes, [[token] for token in runners_up], "runner_up")
         else:
-            mistakes += sum(second != UNKNOWN for second in seconds)
+            mistakes += sum(token != UNKNOWN for token in runners_up)
         for t, answer in zip(texts, answers, strict=True):
             t.tokens += answer
     for t in texts:

@@ -42,13 +42,13 @@ class SharesATokenMore(Shared):
         return text
 
 
-class TellsOldSeconds(Shared):
+class TellsOldRunnersUp(Shared):
     """While second choices are not wanted, those of the last call in which they were count on."""
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        before = self._seconds
+        before = self._runners_up
         answers = super().extend(lanes)
-        self._seconds = self._seconds if self.wants_seconds else before
+        self._runners_up = self._runners_up if self.wants_runners_up else before
         return answers
 
 
@@ -56,8 +56,8 @@ class NeverTellsThemAgain(Shared):
     """Second choices that were not wanted once are not there any more."""
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        self._wanted = getattr(self, "_wanted", True) and self.wants_seconds
-        self.wants_seconds = self._wanted
+        self._wanted = getattr(self, "_wanted", True) and self.wants_runners_up
+        self.wants_runners_up = self._wanted
         return super().extend(lanes)
 
 

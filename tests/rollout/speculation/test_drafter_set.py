@@ -23,6 +23,10 @@ class Notes(Drafter):
         self.name, self.drafts_first, self.drafts_ahead = name, drafts_first, drafts_ahead
         self.running: dict[str, list[int]] = {}
         self.ended: list[tuple[tuple[int, ...], list[int]]] = []
+        self.policies = 0
+
+    def policy_changed(self) -> None:
+        self.policies += 1
 
     def open(self, sequence: DraftSequence) -> None:
         assert sequence.request_id not in self.running
@@ -44,13 +48,13 @@ class Notes(Drafter):
 class Scene:
     """Requests that come, grow and end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, decides: bool = True) -> None:
         self.text, self.other = Notes(), Notes("other", drafts_first=False)
         self.ahead = Notes("ahead", drafts_ahead=True)
         config = SpeculationConfig(mode="auto", max_window=3)
         drafters = [self.text, self.other, self.ahead]
         self.estimates = Estimates({drafter.name: drafter for drafter in drafters}, max_window=3)
-        self.drafter_set = DrafterSet(drafters, config, self.estimates)
+        self.drafter_set = DrafterSet(drafters, config, self.estimates, decides=decides)
         self.running: list[DraftSequence] = []
         self.ended: list[DraftSequence] = []
         self.number = 0
@@ -103,6 +107,21 @@ def test_nothing_is_told_before_somebody_asks_but_what_has_ended_to_drafters_ove
     assert scene.ahead.ended == []
     scene.drafter_set.tell()
     assert list(scene.ahead.running) == list(scene.text.running) == [two.request_id]
+
+
+def test_on_ranks_that_do_not_decide_those_that_draft_first_hear_of_nothing() -> None:
+    scene = Scene(decides=False)
+    one, two = scene.open(1), scene.open(2)
+    scene.grow(one, 5)
+    scene.drafter_set.policy_changed()
+    scene.drafter_set.tell([one, two])
+    assert scene.drafter_set.draft("other", [one, two], [1, 1]) == [[5], []]
+    scene.close(one)
+    assert scene.other.ended == [((1,), [5])]
+    assert scene.other.policies == 1
+    assert list(scene.drafter_set.drafters) == ["notes", "other", "ahead"], "an index means the same on all ranks"
+    for drafter in (scene.text, scene.ahead):
+        assert (drafter.running, drafter.ended, drafter.policies) == ({}, [], 0)
 
 
 def test_who_drafts_ahead_hears_of_what_is_asked_for_and_of_no_other() -> None:
