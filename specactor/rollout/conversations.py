@@ -205,7 +205,10 @@ class Conversations:
         def work() -> None:
             value, error = None, None
             try:
-                conversation.loop = conversation.loop or _new_loop()
+                with conversation.lock:
+                    if conversation.abandoned:  # before there was a loop in which to cancel anything
+                        raise asyncio.CancelledError
+                    conversation.loop = conversation.loop or _new_loop()
                 value = conversation.loop.run_until_complete(_bounded(coroutine, timeout_s))
             except BaseException as raised:  # code of others, which may also exit; told by `take`
                 error = raised
