@@ -148,7 +148,7 @@ def test_the_multi_node_script_calls_torchrun(tmp_path: Path) -> None:
     ("nvidia_smi", "ranks"),
     [
         ("echo 'GPU 0: NVIDIA H100 (UUID: GPU-a)'; echo '  MIG 1g.10gb Device 0: (UUID: MIG-b)'; echo 'GPU 1: x'", 2),
-        ("for i in 0 1 2; do echo \"GPU $i: NVIDIA H100\"; done", 3),
+        ('for i in 0 1 2; do echo "GPU $i: NVIDIA H100"; done', 3),
         ("true", 2),
         ("echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9", 2),
     ],
