@@ -1,6 +1,6 @@
 """A rollout engine as its trainer rank sees it: a child process.
 
-Invariants: no wait is unbounded; a death of host, scheduler or SGLang is an `EngineDied` with the responses finished
+Invariants: no wait is unbounded; a death of server, scheduler or SGLang is an `EngineDied` with the responses finished
 before; after `stop` or `kill` no process of the engine is left.
 """
 

@@ -290,7 +290,7 @@ def test_a_model_that_raises_ends_the_process(make_drafter_spec: Callable[..., D
 def test_an_owner_that_is_killed_leaves_nothing(make_drafter_spec: Callable[..., DrafterSpec]) -> None:
     spec = make_drafter_spec()
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.rollout.decoupled.host_script", msgspec.json.encode(spec).decode()],
+        [sys.executable, "-m", "tests.rollout.decoupled.owner_script", msgspec.json.encode(spec).decode()],
         stdout=subprocess.PIPE,
         text=True,
     ) as owner:
