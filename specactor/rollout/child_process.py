@@ -1,4 +1,4 @@
-"""A child process, an engine or a drafter, as its owner sees it.
+"""A child process (an engine, a drafter or verifiers) as its owner sees it.
 
 Invariants: sending never waits, other waits are bounded; an answer reaches its own call alone; a child that sends an
 invalid frame is dead; `kill` leaves nothing of it; it ends with its owner.
