@@ -318,44 +318,6 @@ def test_agents_that_fail_are_told_of_and_the_others_go_on() -> None:
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("when", ["before it has a loop", "before its loop runs", "while it runs"])
-def test_an_agent_that_is_dropped_ends_though_it_makes_no_call(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, goes_on = threading.Event(), threading.Event()
-    start, bounded = threading.Thread.start, module._bounded
-    held: list[threading.Thread] = []
-
-    def hold(*arguments: Any) -> Any:
-        there.set()
-        assert goes_on.wait(60)
-        return bounded(*arguments)
-
-    if when == "before it has a loop":
-        there.set()
-        monkeypatch.setattr(
-            threading.Thread, "start", lambda self: held.append(self) if self.name == "environment" else start(self)
-        )
-    elif when == "before its loop runs":
-        monkeypatch.setattr(module, "_bounded", hold)
-    else:
-        there = agents.Waits.runs
-        there.clear()
-    told = threading.Event()
-    with Conversations(
-        [request(0)], [problem(0, "Waits")], TOKENIZER, timeout_s=60, max_prompt_tokens=LONGEST
-    ) as open_:
-        open_.ask("c0", None, lambda answer: told.set())
-        assert there.wait(60)
-        open_.drop("c0")
-        goes_on.set()
-        monkeypatch.undo()
-        for thread in held:
-            thread.start()
-        assert told.wait(60), "it was not cancelled"
-    for thread in [t for t in threading.enumerate() if t.name == "environment"]:
-        thread.join(60)
-        assert not thread.is_alive()
-
-
 def test_the_endpoint_is_on_the_loopback_and_gone_afterwards() -> None:
     requests, problems = [request(0)], [problem(0, "Talks")]
     with Conversations(requests, problems, TOKENIZER, timeout_s=5, max_prompt_tokens=LONGEST) as open_:
