@@ -17,7 +17,7 @@ from itertools import takewhile
 from benchmarks.dialled import Elsewhere, InEngine, Script, Text
 from benchmarks.paced_devices import MAX_WINDOW, Setting, response_tokens
 from specactor.config import SpeculationConfig
-from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.engine_side import Tails
 from specactor.rollout.decoupled.main import MAX_LANES, Pace
 from specactor.rollout.decoupled.remote_drafter import Patience
@@ -103,7 +103,7 @@ class Drafting:
     continuer: Continuer
     step_s: list[float]
     message_s: float = MESSAGE_S
-    mirrors: Mirrors = field(default_factory=lambda: Mirrors(DRAFTER, max_tokens=1 << 40))
+    mirrors: MirroredRequests = field(default_factory=lambda: MirroredRequests(DRAFTER, max_tokens=1 << 40))
     pace: Pace = field(default_factory=Pace)
     now_s: float = 0.0
     inbox: list[tuple[float, int, bytes]] = field(default_factory=list)  # (when it arrives, session, frame)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import speculation_speed_host as host
+from benchmarks import speculation_speed_server as server
 from benchmarks.draft_protocol import Null
 from benchmarks.results import Result, likely, publish
 from benchmarks.speculation_speed import processor_s
@@ -91,7 +91,7 @@ def players(folder: Path, batch: int) -> Iterator[tuple[Engine, DrafterProcess]]
             context_length=CONTEXT,
             log_file=str(folder / "engine.log"),
         )
-        engine = Engine(spec, run=f"{host.__name__}:run")
+        engine = Engine(spec, run=f"{server.__name__}:run")
         try:
             engine.wait_ready(spec.config.start_timeout_s)
             drafter.wait_ready()
@@ -118,8 +118,8 @@ def requests_of(batch: int) -> list[RolloutRequest]:
 
 def switch(engine: Engine, way: str) -> None:
     """What this way has learned is still there."""
-    message = host.Switch(name=way, config=WAYS[way])
-    engine.rank_call(host.SWITCH, msgspec.json.encode(message), timeout_s=60)
+    message = server.Switch(name=way, config=WAYS[way])
+    engine.rank_call(server.SWITCH, msgspec.json.encode(message), timeout_s=60)
 
 
 class Contest:

@@ -30,7 +30,7 @@ SHORT = (
     *("--rollout.prompts-per-step", "8", "--data.params", "min_n=1", "max_n=9999", "size=1000"),
 )
 """The quickstart, cut short: it need not learn."""
-ENGINE_HOST = "specactor.rollout.sglang.engine_server"
+ENGINE_SERVER = "specactor.rollout.sglang.engine_server"
 _MARK = "SPECACTOR_DISTURBED_RUN"
 _POLL_S = 0.0003  # phases may last a few milliseconds; a rollout lasts longer, and is what precedes them
 _ROLLOUT_POLL_S = 0.02
@@ -191,7 +191,7 @@ class Job:
             time.sleep(0.2)
 
     def victim(self, name: str) -> int:
-        """Process of: scheduler, engine host, rank 0, rank 1, launcher."""
+        """Process of: scheduler, engine server, rank 0, rank 1, launcher."""
         status = self.folder.read_status()
         assert status is not None
         if name == "launcher":
@@ -203,13 +203,13 @@ class Job:
         while time.monotonic() < deadline:
             with contextlib.suppress(psutil.NoSuchProcess):
                 below = [
-                    p for p in rank.children(recursive=True) if ENGINE_HOST in " ".join(p.cmdline())
+                    p for p in rank.children(recursive=True) if ENGINE_SERVER in " ".join(p.cmdline())
                 ]  # one text in a fork
-                hosts = [h for guard in below if os.getsid(guard.pid) == guard.pid for h in guard.children()]
+                servers = [s for guard in below if os.getsid(guard.pid) == guard.pid for s in guard.children()]
                 found = (
-                    hosts
-                    if name == "engine host"
-                    else [p for h in hosts for p in h.children(recursive=True) if _schedules(p)]
+                    servers
+                    if name == "engine server"
+                    else [p for s in servers for p in s.children(recursive=True) if _schedules(p)]
                 )
                 if found:
                     return int(found[0].pid)

@@ -1,6 +1,6 @@
 """An earlier commit beside the present code: its contestants take their turns in `speculation_speed`.
 
-They run in a process of their own, all of whose modules are those of that commit's checkout (`earlier_code_host`).
+They run in a process of their own, all of whose modules are those of that commit's checkout (`earlier_code_process`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import geometric_mean, median
 
 import msgspec
 
-from benchmarks.earlier_code_host import Emitted, Order, Played
+from benchmarks.earlier_code_process import Emitted, Order, Played
 from benchmarks.results import Table, likely
 from benchmarks.speculation_speed_table import AUTO, FEWEST, PLAIN, Cell, against, below
 from benchmarks.trained_models import Models
@@ -56,7 +56,7 @@ def earlier_ways(
     """Its engines run until the end of the context. Raises SystemExit when they do not start."""
     folder.mkdir()
     environment = {name: value for name, value in os.environ.items() if name != warm_starter.NAME}
-    program = Path(__file__).with_name("earlier_code_host.py").resolve()
+    program = Path(__file__).with_name("earlier_code_process.py").resolve()
     clock = "processor" if processor_time else "clock"
     process = subprocess.Popen(
         # safe path: else this folder's modules would hide others of their names

@@ -31,7 +31,7 @@ STRIKES = (*START, *((phase, step) for step, phase in enumerate(PHASES, start=2)
 """(phase, RL step), in the order in which they come; step 0 is before the first."""
 ENGINE_STRIKES = tuple(strike for strike in STRIKES if strike[0] not in ("data", "warm-up", "engines"))
 """While an engine can be used."""
-ENGINES = ("scheduler", "engine host")
+ENGINES = ("scheduler", "engine server")
 FATAL = ("rank 0", "rank 1", "launcher")
 ATTEMPTS = 4  # A phase of milliseconds may be over before the signal arrives; then it is tried again
 END_S = 30.0

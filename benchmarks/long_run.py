@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 
-from benchmarks.disturbed_run import ENGINE_HOST, Job
+from benchmarks.disturbed_run import ENGINE_SERVER, Job
 from benchmarks.results import Result, publish
 from specactor.metrics import read_metrics
 from specactor.run_folder import RunFolder
@@ -43,7 +43,7 @@ LOOKS_S = 3.0
 PER = 25  # steps whose looks are averaged before a line is fitted
 COLUMNS = ("what", "unit", "after the first 100 steps", "at the end", "slope per 1,000 steps (95 % interval)", "share")
 UNITS = {"memory": ("MiB", 2.0**20), "descriptors": ("", 1.0), "threads": ("", 1.0), "shared memory": ("MiB", 2.0**20)}
-ROLES = ("rank 0", "rank 1", "engine host", "scheduler", "others")
+ROLES = ("rank 0", "rank 1", "engine server", "scheduler", "others")
 Look = tuple[int, str, int, str, float]  # step, role, process, what, value
 
 
@@ -103,7 +103,9 @@ def looks(job: Job, step: int, ranks: Sequence[int]) -> list[Look]:
         try:
             text = f"{process.name()} {' '.join(process.cmdline())}"
             role = next((f"rank {i}" for i, pid in enumerate(ranks) if pid == process.pid), "")
-            role = role or ("scheduler" if "scheduler" in text else "engine host" if ENGINE_HOST in text else "others")
+            role = role or (
+                "scheduler" if "scheduler" in text else "engine server" if ENGINE_SERVER in text else "others"
+            )
             memory = process.memory_full_info()
             values = {"memory": memory.uss, "descriptors": process.num_fds(), "threads": process.num_threads()}
         except psutil.Error:
@@ -198,7 +200,7 @@ is ours and bounded, but 1,000 short steps do not reach the bounds:
   tracemalloc saw grow in 69 steps 13.6 were that table, and none SGLang's, as far as that sees.
 - **Threads and descriptors of rank 0**: processes of verifiers, started where responses wait, with three threads each.
 - Fragmentation is not settled: between steps `malloc_trim` mostly returned less than 0.3 MiB, but 31 to 80 twice.
-- Not found: about 50 MiB of rank 0, and the engine host's 36."""
+- Not found: about 50 MiB of rank 0, and the engine server's 36."""
 
 
 def add(rows: list[list[str]], grown: list[str], name: str, unit: str, of: Sequence[tuple[int, int, float]]) -> None:

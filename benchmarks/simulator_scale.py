@@ -21,7 +21,7 @@ from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import OnlineCosts
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.planner import of_drafter
-from specactor.rollout.speculation.reconfiguration import DraftPlan, LiveCosts, Offer, reconfigure
+from specactor.rollout.speculation.reconfiguration import DrafterOffer, DraftPlan, LiveCosts, reconfigure
 from specactor.simulator.decide import Policy, SimulatedMode
 from specactor.simulator.requests import Lengths, Method, World, draw
 from specactor.simulator.rollout import simulate
@@ -92,7 +92,7 @@ def decision_ms() -> dict[str, float]:
     calls: dict[str, Callable[[], object]] = {
         "windows (best_windows)": lambda: of_drafter(drafter.name, model, costs, sequences, [MAX_WINDOW] * BATCH, None),
         "modes and windows (reconfigure)": lambda: reconfigure(
-            [Offer(drafter=drafter.name, survival=model.survivals(ids, covered=False), costs=live)],
+            [DrafterOffer(drafter=drafter.name, survival=model.survivals(ids, covered=False), costs=live)],
             current,
         ),
     }

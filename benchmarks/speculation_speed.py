@@ -27,8 +27,8 @@ from typing import cast
 import msgspec
 
 from benchmarks import earlier_code
-from benchmarks import speculation_speed_host as host
 from benchmarks import speculation_speed_models as grown
+from benchmarks import speculation_speed_server as server
 from benchmarks.results import markdown, publish, write_rows
 from benchmarks.speculation_speed_models import Shape
 from benchmarks.speculation_speed_table import Cell, result
@@ -106,8 +106,8 @@ class Contestant:
 
     def begin(self) -> None:
         if self.speculation is not None:
-            message = host.Switch(name=self.name, config=self.speculation)
-            self.engine.rank_call(host.SWITCH, msgspec.json.encode(message), timeout_s=60)
+            message = server.Switch(name=self.name, config=self.speculation)
+            self.engine.rank_call(server.SWITCH, msgspec.json.encode(message), timeout_s=60)
 
     def run(self, work: Work, expected: dict[str, tuple[int, ...]]) -> None:
         """Both phases, timed. Raises SystemExit when a response is not what plain decoding emits."""
@@ -136,7 +136,7 @@ class Contestant:
     def _accepted(self) -> tuple[int, int]:
         """(emitted, verifies) since the last call."""
         if self.name in BUILTINS:
-            emitted, verifies = msgspec.json.decode(self.engine.rank_call(host.ACCEPTED, b"", timeout_s=60)[0])
+            emitted, verifies = msgspec.json.decode(self.engine.rank_call(server.ACCEPTED, b"", timeout_s=60)[0])
             return emitted, verifies
         if self.speculation is None:
             return 0, 0
@@ -207,7 +207,7 @@ def reference(engine: Engine, todo: Sequence[Work]) -> dict[str, tuple[int, ...]
 
 
 def start(index: int, models: Models, batch: int, folder: Path, **overrides: object) -> Engine:
-    """An engine in the host of this benchmark; `overrides` are fields of EngineSpec, or `builtin`."""
+    """An engine in the process of this benchmark; `overrides` are fields of EngineSpec, or `builtin`."""
     builtin = dict(overrides.pop("builtin", {}))  # type: ignore[call-overload]
     if builtin.get("speculative_algorithm") == "STANDALONE":
         builtin["speculative_draft_model_path"] = str(models.draft)
@@ -225,8 +225,8 @@ def start(index: int, models: Models, batch: int, folder: Path, **overrides: obj
         log_file=str(folder / f"engine-{index}.log"),
         **overrides,  # type: ignore[arg-type]
     )
-    environment = {host.BUILTIN: json.dumps(builtin)} if builtin else {}
-    return Engine(spec, run=f"{host.__name__}:run", **environment)
+    environment = {server.BUILTIN: json.dumps(builtin)} if builtin else {}
+    return Engine(spec, run=f"{server.__name__}:run", **environment)
 
 
 @contextmanager

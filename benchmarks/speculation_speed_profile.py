@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import speculation_speed_host as host
+from benchmarks import speculation_speed_server as server
 from benchmarks.results import Result, publish
 from benchmarks.speculation_speed import (
     BUILTINS,
@@ -48,7 +48,7 @@ TOLD = (": plain", ": auto")  # what the page shows; the file has the rest
 COLUMNS = ("around", "target", "rows", "emit", "learn", "tell", "draft", "decide")
 
 
-def profiles(players: Sequence[Contestant], todo: Sequence[Work]) -> Iterator[tuple[str, int, host.Profile]]:
+def profiles(players: Sequence[Contestant], todo: Sequence[Work]) -> Iterator[tuple[str, int, server.Profile]]:
     """(contestant, batch, profile of the last repetition), after the others warmed it up."""
     expected = reference(players[0].engine, todo)
     last = max(work.repetition for work in todo)
@@ -59,17 +59,17 @@ def profiles(players: Sequence[Contestant], todo: Sequence[Work]) -> Iterator[tu
                 player.run(fixed, expected)
                 continue
             player.begin()
-            player.engine.rank_call(host.PROFILE, b"begin", timeout_s=60)
+            player.engine.rank_call(server.PROFILE, b"begin", timeout_s=60)
             for phase in fixed.phases:
                 for requests in fixed.calls(phase):
                     player.engine.generate(requests, timeout_s=LIMIT_S)
-            [answer] = player.engine.rank_call(host.PROFILE, b"end", timeout_s=60)
-            yield player.name, work.batch, msgspec.json.decode(answer, type=host.Profile)
+            [answer] = player.engine.rank_call(server.PROFILE, b"end", timeout_s=60)
+            yield player.name, work.batch, msgspec.json.decode(answer, type=server.Profile)
 
 
 @contextmanager
 def engines_of(checkout: Path) -> Iterator[None]:
-    """Within, engines that start run the library of another checkout, under the host process of this one."""
+    """Within, engines that start run the library of another checkout, under the process of this one."""
     before, path = os.getcwd(), os.environ.get("PYTHONPATH", "")
     with tempfile.TemporaryDirectory(prefix="beside-") as folder:
         for name, root in {"specactor": checkout, "benchmarks": ROOT, "examples": ROOT}.items():
@@ -83,7 +83,7 @@ def engines_of(checkout: Path) -> Iterator[None]:
             os.environ["PYTHONPATH"] = path
 
 
-def profile_row(model: str, name: str, batch: int, profile: host.Profile) -> list[str]:
+def profile_row(model: str, name: str, batch: int, profile: server.Profile) -> list[str]:
     """Seconds in all, rounds (prefills count), and milliseconds per round of its parts."""
     parts = dict(profile.parts_s)
     tell_s, close_s = parts.get("tell", 0.0), parts.pop("close", 0.0)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import speculation_speed_host as host
+from benchmarks import speculation_speed_server as server
 from benchmarks.results import RESULTS, publish
 from benchmarks.speculation_speed import models_of
 from benchmarks.tail_speed_table import (
@@ -157,7 +157,7 @@ def engine_of(models: Models, law: Law) -> Iterator[Engine]:
             context_length=context,
             log_file=str(Path(folder) / "engine.log"),
         )
-        engine = Engine(spec, run=f"{host.__name__}:run")
+        engine = Engine(spec, run=f"{server.__name__}:run")
         try:
             engine.wait_ready(spec.config.start_timeout_s)
             yield engine
@@ -195,8 +195,8 @@ class Contest:
         config = CONTESTANTS[name]
         if config.mode != "off":
             config = replace(config, draft_model=(str(self._models.draft),))
-        message = host.Switch(name=name, config=config)
-        self._engine.rank_call(host.SWITCH, msgspec.json.encode(message), timeout_s=60)
+        message = server.Switch(name=name, config=config)
+        self._engine.rank_call(server.SWITCH, msgspec.json.encode(message), timeout_s=60)
         self._counts()
 
     def _counts(self) -> dict[str, tuple[int, int, int]]:

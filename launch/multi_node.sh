@@ -24,10 +24,8 @@ if [[ $# -lt 1 ]]; then
 fi
 
 if [[ -z "${GPUS:-}" ]]; then
-    GPUS=2
-    if command -v nvidia-smi >/dev/null; then
-        GPUS=$(nvidia-smi --list-gpus | wc -l)
-    fi
+    GPUS=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true) # it may be missing, or fail
+    if [[ $GPUS == 0 ]]; then GPUS=2; fi
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 

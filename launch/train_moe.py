@@ -3,7 +3,7 @@
     torchrun --nproc-per-node N launch/train_moe.py RECIPE [--key.path value ...]
     python launch/train_moe.py RECIPE --help
 
-Only what must happen before anything else is imported happens here; the run itself is `specactor.run.run`.
+It prepares the process, meets the other ranks under a failure guard, and calls `specactor.run.run`.
 """
 
 from __future__ import annotations

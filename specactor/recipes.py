@@ -2,7 +2,7 @@
 
     load(["quickstart", "--rollout.group-size", "16"])      a module of examples/
     load(["mine/recipe.py:small", "--seed", "1"])           a file, and optionally its function
-    load(["runs/mine/config.json"])                         what a run was started with
+    load(["runs/mine/config.json"])                         what a run ran with, as planned
 
 Invariants: what is wrong is one `ConfigError` of one line; ``from_json(to_json(config)) == config``; no torch import.
 """

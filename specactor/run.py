@@ -229,7 +229,7 @@ def _start_engines(job: _Job, start: Path) -> tuple[EnginePool, DrafterPool]:
 
 
 def _planned(config: Config, members: Sequence[Member], collective: Collective, progress: Progress) -> Config:
-    """Decide who drafts, where measured costs can say."""
+    """Decide who drafts, where measured costs can say. It stands in config.json, so a replay drafts alike."""
     speculation = config.rollout.speculation
     if speculation.mode != "auto" or not speculation.cost_table:
         return config

@@ -145,6 +145,23 @@ def test_the_multi_node_script_calls_torchrun(tmp_path: Path) -> None:
     assert run_script("multi_node.sh", tmp_path, NODES="2", HEAD="h:1").returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("nvidia_smi", "ranks"),
+    [
+        ("echo 'GPU 0: NVIDIA H100 (UUID: GPU-a)'; echo '  MIG 1g.10gb Device 0: (UUID: MIG-b)'; echo 'GPU 1: x'", 2),
+        ('for i in 0 1 2; do echo "GPU $i: NVIDIA H100"; done', 3),
+        ("true", 2),
+        ("echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9", 2),
+    ],
+)
+def test_the_multi_node_script_starts_a_rank_per_gpu_or_two(tmp_path: Path, nvidia_smi: str, ranks: int) -> None:
+    fake(tmp_path / "bin", "torchrun", 'echo "$@"')
+    fake(tmp_path / "bin", "nvidia-smi", nvidia_smi)
+    done = run_script("multi_node.sh", tmp_path, "quickstart", NODES="2", HEAD="h:1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"--nproc-per-node {ranks} " in done.stdout
+
+
 def test_the_multi_node_script_starts_again_after_a_failure(tmp_path: Path) -> None:
     fake(tmp_path / "bin", "sleep", "exit 0")
     starts = tmp_path / "starts"

@@ -87,14 +87,17 @@ def tell_launcher(message: str) -> None:
 
 
 def launcher_store(address: str, port: int) -> Store | None:
-    """Return the store that torchrun keeps for its ranks; None where it cannot be reached."""
+    """Return the part of torchrun's store that is this start's; None where the store cannot be reached."""
     import torch.distributed as dist
 
+    # with --max-restarts torchrun keeps its store, and in it the tickets of starts whose ranks failed before they met
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        store: Store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=5))  # type: ignore[attr-defined]
+        store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=5))  # type: ignore[attr-defined]
     except RuntimeError:
         return None
-    return store
+    own: Store = dist.PrefixStore(f"specactor/start-{start}", store)  # type: ignore[attr-defined]
+    return own
 
 
 def _is_launcher(pid: int) -> bool:
@@ -113,7 +116,7 @@ class Failures:
         self._told = False  # whether another rank was seen to have reported
 
     def use(self, store: Store) -> None:
-        """Take tickets here: the launcher's store may have those of an earlier start."""
+        """Take tickets here: hosts may count starts differently, and this store is that of one start on all of them."""
         self._store = store
 
     def know(self, members: Sequence[Member]) -> None:

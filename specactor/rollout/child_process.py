@@ -1,4 +1,4 @@
-"""A child process, an engine or a drafter, as its owner sees it.
+"""A child process (an engine, a drafter or verifiers) as its owner sees it.
 
 Invariants: sending never waits, other waits are bounded; an answer reaches its own call alone; a child that sends an
 invalid frame is dead; `kill` leaves nothing of it; it ends with its owner.
@@ -80,6 +80,7 @@ class ChildProcess(Generic[Answer]):
         """
         self.name, self.log_file = name, log_file
         self.moved_s = 0.0  # when it last gave an answer that was not the last of its call
+        self.answer_to_start: Answer | None = None  # once it is there; `wait_ready` returns it
         self._answers = answers
         self._lock = threading.Lock()
         self._calls: dict[int, Call[Answer]] = {}
@@ -113,9 +114,6 @@ class ChildProcess(Generic[Answer]):
     @property
     def alive(self) -> bool:
         return not self._dead.is_set()
-
-    def has_answered_start(self) -> bool:
-        return not self._start.inbox.empty()
 
     def wait_ready(self, timeout_s: float) -> Answer:
         """Return the answer to `start`. Raises EngineError after `kill`."""
@@ -219,6 +217,8 @@ class ChildProcess(Generic[Answer]):
                     else:
                         self.moved_s = self._heard_s
                     call = self._calls.get(header.call)
+                if call is self._start:
+                    self.answer_to_start = answer
                 if call is not None:
                     call.inbox.put(answer)
         self._mark_dead()

@@ -314,7 +314,7 @@ class RolloutCollector:
         self._groups_moved += waiting.num_moved
         with self.progress.phase(phases[1]):
             finished = self.collective.together("reward", lambda: list(map(self.grading.scored, finished)))
-        # a second one is of a group that two ranks took
+        # raises where two ranks took one group
         responses = by_id(samples.told([*map(samples.packed, finished)], self.collective))
         _check_ends(responses.values())
         if enough is None:

@@ -152,11 +152,10 @@ class Conversations:
     def ask(self, request_id: str, response: Trajectory | None, answered: Callable[[Answer], None]) -> None:
         """Give the environment a response, or start it; `answered` is called in another thread."""
         conversation = self._open[request_id]
-        environment = conversation.environment
         if conversation.session is not None:
-            self._ask_agent(conversation, cast("Agent", environment), answered)
+            self._ask_agent(conversation, cast("Agent", conversation.environment), answered)
             return
-        environment = cast("Environment", environment)
+        environment = cast("Environment", conversation.environment)
         if response is None:
             coroutine: Callable[[], Awaitable[object]] = lambda: environment.start(conversation.problem)  # noqa: E731
         else:
@@ -205,7 +204,10 @@ class Conversations:
         def work() -> None:
             value, error = None, None
             try:
-                conversation.loop = conversation.loop or _new_loop()
+                with conversation.lock:
+                    if conversation.abandoned:  # before there was a loop in which to cancel anything
+                        raise asyncio.CancelledError
+                    conversation.loop = conversation.loop or _new_loop()
                 value = conversation.loop.run_until_complete(_bounded(coroutine, timeout_s))
             except BaseException as raised:  # code of others, which may also exit; told by `take`
                 error = raised
@@ -306,9 +308,7 @@ class Conversations:
         ids = ()
         if sum(map(len, texts)) <= MAX_CHARACTERS_PER_TOKEN * room:
             ids = chat.observation_ids(self._tokenizer, said, last_token=so_far.token_ids[-1])
-            if len(ids) >= room:
-                ids = ()
-        if not ids:
+        if not 0 < len(ids) < room:
             conversation.so_far = replace(so_far, finish_reason="length")
             return self._end(conversation, reward=0.0)
         so_far = resume.said(so_far, ids)
@@ -333,15 +333,13 @@ class Conversations:
 
     def _end(self, conversation: _Conversation, *, reward: float = 0.0, failure: str = "") -> Trajectory:
         self.drop(conversation.request.request_id)
-        one = conversation
-        if one.session is not None:
-            one.spent_s = time.monotonic() - one.asked_s
-            one.so_far = one.session.whole()
-        whole = one.so_far or resume.nothing_of(replace(conversation.request, prompt_ids=()))
-        mask = () if all(whole.loss_mask) else whole.loss_mask
+        if conversation.session is not None:
+            conversation.spent_s = time.monotonic() - conversation.asked_s
+            conversation.so_far = conversation.session.whole()
+        whole = conversation.so_far or resume.nothing_of(replace(conversation.request, prompt_ids=()))
         return replace(
             whole,
-            loss_mask=mask,
+            loss_mask=() if all(whole.loss_mask) else whole.loss_mask,
             reward=reward,
             failure=failure,
             environment_s=max(1e-6, round(conversation.spent_s, 6)),

@@ -2,8 +2,8 @@
 
 Those with `DrafterSpec.engine` sleep, and may be woken while that engine is idle.
 
-Invariants: after `rollout` those sleep or are gone; they restart only while their engine is idle; `stop` leaves
-nothing.
+Invariants: after `rollout` those sleep or are gone; they restart only while their engine is idle; who lends a device or
+takes it back does not wait while a process is ended or started; `stop` leaves nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class DrafterPool:
         """Start all. `on_gpus`: starting one takes GPU memory."""
         self._on_gpus = on_gpus
         self._lock = threading.Lock()
+        self._replacing = threading.Lock()  # of the watcher, while it ends and starts processes; taken before `_lock`
         self._ending = threading.Event()
         self._watcher: threading.Thread | None = None
         self.restarts = 0
@@ -145,8 +146,8 @@ class DrafterPool:
 
     def _settle(self) -> None:
         """Let all sleep; end those that are late or, on GPUs, starting."""
-        deadline = time.monotonic() + SLEEP_TIMEOUT_S
-        with self._lock:
+        with self._replacing, self._lock:
+            deadline = time.monotonic() + SLEEP_TIMEOUT_S
             self._free.clear()
             lent = [i for i, drafter in enumerate(self.drafters) if drafter.spec.engine is not None and drafter.alive]
             for i in lent:
@@ -182,7 +183,7 @@ class DrafterPool:
     def stop(self) -> None:
         """End all; may be called again."""
         self._ending.set()
-        with self._lock:
+        with self._replacing, self._lock:
             for drafter in self.drafters:
                 drafter.stop()
         if self._watcher is not None:
@@ -190,37 +191,43 @@ class DrafterPool:
 
     def _watch(self) -> None:
         while not self._ending.wait(LOOK_EVERY_S):
-            with self._lock:
-                if not self._ending.is_set():
-                    self._look(time.monotonic())
+            with self._replacing:
+                for index in range(len(self.drafters)):
+                    if not self._ending.is_set():
+                        self._look(index, time.monotonic())
 
-    def _look(self, now_s: float) -> None:
-        for index, drafter in enumerate(self.drafters):
-            if drafter.alive and drafter.hangs(SILENT_LIMIT_S):
-                _LOG.warning("drafter %d was silent for %g s, and is ended", drafter.spec.index, SILENT_LIMIT_S)
-                drafter.kill()
-            if drafter.alive:
+    def _look(self, index: int, now_s: float) -> None:
+        drafter = self.drafters[index]
+        spec = drafter.spec
+        with self._lock:
+            hangs = drafter.alive and drafter.hangs(SILENT_LIMIT_S)
+            if drafter.alive and not hangs:
                 if drafter.leaving:
                     drafter.sleep(timeout_s=0.0)
-                continue
-            spec = drafter.spec
-            if (gone_s := self._gone_s[index]) is None:
-                self._gone_s[index] = gone_s = now_s
-                self._deaths[index] += 1
-                drafter.kill()
-                _LOG.warning(
-                    "drafter %d died; %d of %d restarts were used. The end of its log, %s:\n%s",
-                    *(spec.index, self._deaths[index] - 1, spec.max_restarts, spec.log_file, drafter.log_tail()),
-                )
+                return
+        if hangs:
+            _LOG.warning("drafter %d was silent for %g s, and is ended", spec.index, SILENT_LIMIT_S)
+        if (gone_s := self._gone_s[index]) is None:
+            self._gone_s[index] = gone_s = now_s
+            self._deaths[index] += 1
+            drafter.kill()
+            _LOG.warning(
+                "drafter %d died; %d of %d restarts were used. The end of its log, %s:\n%s",
+                *(spec.index, self._deaths[index] - 1, spec.max_restarts, spec.log_file, drafter.log_tail()),
+            )
+        with self._lock:
             if spec.engine is not None and spec.engine not in self._free:
-                continue  # the device may be the trainer's now, or its engine's
-            deaths, late = self._deaths[index], self._late[index]
-            # Again after at most `max_restarts` deaths, and as many late ends in a row, each time twice as long after.
-            pause_s = PAUSE_S * 2 ** max(0, deaths + late - 1)
-            if max(deaths, late) <= spec.max_restarts and now_s - gone_s >= pause_s:
-                self._gone_s[index] = None
-                try:
-                    self.drafters[index] = DrafterProcess(spec)
-                    self.restarts += 1
-                except OSError:  # it is found dead again, and tried later
-                    _LOG.exception("drafter %d could not be started again", spec.index)
+                return  # the device may be the trainer's now, or its engine's
+        deaths, late = self._deaths[index], self._late[index]
+        # Again after at most `max_restarts` deaths, and as many late ends in a row, each time twice as long after.
+        pause_s = PAUSE_S * 2 ** max(0, deaths + late - 1)
+        if max(deaths, late) <= spec.max_restarts and now_s - gone_s >= pause_s:
+            self._gone_s[index] = None
+            try:
+                successor = DrafterProcess(spec)
+            except OSError:  # it is found dead again, and tried later
+                _LOG.exception("drafter %d could not be started again", spec.index)
+                return
+            with self._lock:
+                self.drafters[index] = successor
+                self.restarts += 1

@@ -119,7 +119,7 @@ class Driver:
         except (EngineError, DataError):
             self._each_engine(lambda engine: engine.abort())
             raise
-        except BaseException:  # an interrupt, or an error of `notify`: nobody will ask for the rest
+        except BaseException:  # such as an error of `notify`: nobody will ask for the rest
             self._each_engine(lambda engine: engine.kill())
             raise
         finally:

@@ -1,12 +1,11 @@
-"""The process around an engine or drafter that leaves nothing behind. POSIX only.
+"""The process around a child that leaves nothing behind. POSIX only.
 
     python -m specactor.rollout.process_guard MODULE:FUNCTION --fd N
 
-guards its child, the host, which calls the function with the inherited socket N. The end of its stream is the sign to
-end.
+guards a process that calls the function with the inherited socket N. The end of its stream is the sign to end.
 
-Invariants: an exit of the guard leaves no process, temporary folder or file in /dev/shm; when the owner dies, the host
-ends within `GRACE_S`; it ends with the guard.
+Invariants: an exit of the guard leaves no process, temporary folder or file in /dev/shm; when the owner dies, the
+guarded process ends within `GRACE_S`; it ends with the guard.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-GRACE_S = 5.0  # time that the host has for an orderly end
+GRACE_S = 5.0  # time that the guarded process has for an orderly end
 TEMPORARY = Path("/tmp")  # where temporary folders are made; sockets in them allow no long path
 SHARED_FILES = "shared-files"  # lists files in /dev/shm that go with the folder, a path or pattern per line
 _SHARED = Path("/dev/shm")
 _LOOK_EVERY_S = 0.25
-_PREFIX = "specactor-engine-"
+_PREFIX = "specactor-child-"
 _SETTLE_S = 60.0  # a folder younger than this may belong to a guard that has not locked it yet
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def run_guarded(connection_fd: int, host: Callable[[], None]) -> None:
-    """Run `host` in a child, guard it, and exit."""
+def run_guarded(connection_fd: int, guarded: Callable[[], None]) -> None:
+    """Run `guarded` in a process of its own, guard that, and exit."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=TEMPORARY))
@@ -49,20 +48,20 @@ def run_guarded(connection_fd: int, host: Callable[[], None]) -> None:
     guard_pid = os.getpid()
     # a signal must be pending, and not lost, from before the fork on.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
-    host_pid = os.fork()
-    if host_pid == 0:
+    guarded_pid = os.fork()
+    if guarded_pid == 0:
         os.close(lock)
-        _become_host(guard_pid)
-        host()
+        _become_guarded(guard_pid)
+        guarded()
         sys.stdout.flush()
         os._exit(0)
-    _watch(connection_fd, host_pid, folder)
+    _watch(connection_fd, guarded_pid, folder)
     _end_descendants()
     _remove(folder)
     os._exit(0)
 
 
-def _become_host(guard_pid: int) -> None:
+def _become_guarded(guard_pid: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard_pid:
         os._exit(1)
@@ -71,12 +70,12 @@ def _become_host(guard_pid: int) -> None:
     tempfile.tempdir = None
 
 
-def _watch(connection_fd: int, host_pid: int, folder: Path) -> None:
+def _watch(connection_fd: int, guarded_pid: int, folder: Path) -> None:
     poll = select.poll()
     poll.register(connection_fd, select.POLLRDHUP)
     deadline = None
     noted: set[int] = set()
-    while not _exited(host_pid):
+    while not _exited(guarded_pid):
         if deadline is None and poll.poll(0):
             deadline = time.monotonic() + GRACE_S
         if deadline is not None and time.monotonic() > deadline:
@@ -167,17 +166,17 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Runs a host, and leaves nothing behind.")
-    parser.add_argument("run", help="what the host does, as in package.module:function")
+    parser = argparse.ArgumentParser(description="Runs a function in a process, and leaves nothing behind.")
+    parser.add_argument("run", help="what is run, as in package.module:function")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the owner")
     options = parser.parse_args()
     os.set_inheritable(options.fd, False)
 
-    def host() -> None:
+    def guarded() -> None:
         module, _, function = options.run.partition(":")
         getattr(importlib.import_module(module), function)(socket.socket(fileno=options.fd))
 
-    run_guarded(options.fd, host)
+    run_guarded(options.fd, guarded)
 
 
 if __name__ == "__main__":

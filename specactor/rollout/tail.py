@@ -1,7 +1,7 @@
 """Wakes drafters that sleep on idle engines' devices (Algorithm 3 of 2511.16193).
 
 Invariants: at most one is awake; it leaves before its engine gets requests; it is woken only where it should pay;
-tokens never change by it; nothing waits.
+tokens never change by it; who lends or takes back waits for no process.
 """
 
 from __future__ import annotations
@@ -133,11 +133,13 @@ class BorrowedDevices:
         self._engines, self._drafters, self._policy, self._clock = engines, drafters, policy, clock
         self._began_s, self._asked_s = clock(), -float("inf")
         self._dry: set[int] = set()  # engines of which the drafters know that they have nothing to do
+        self._woken: set[int] = set()  # engines whose drafter was woken, also while an environment is waited for
 
     def give_back(self, engine: int) -> None:
         """Call it before the engine gets requests."""
-        if self._drafters is not None:
+        if self._drafters is not None and engine in self._dry | self._woken:
             self._dry.discard(engine)
+            self._woken.discard(engine)
             self._drafters.sleep(self._engines[engine].index)
 
     def lend(
@@ -157,6 +159,7 @@ class BorrowedDevices:
         engine_to_wake = self._policy.engine_to_wake(self._with_wakes(loads(), rounds), list(finished))
         if engine_to_wake is not None:
             self._drafters.wake(self._engines[engine_to_wake].index)
+            self._woken.add(engine_to_wake)
             self.num_woken += 1
 
     def _with_wakes(self, loads: Sequence[EngineLoad], rounds: int) -> list[EngineLoad]:

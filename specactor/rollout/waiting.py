@@ -93,8 +93,8 @@ class Waiting:
         return []
 
     def left(self) -> list[RolloutRequest]:
-        """Return what nobody took of this rank's lists, since engines died, and delete their counts. Call it once, when
-        all ranks are done."""
+        """Return what nobody took of this rank's lists, since engines died, and delete their counts. Call it when all
+        ranks are done; a second call returns nothing."""
         found: list[RolloutRequest] = []
         for engine in set(self.own) & self.lists.keys():
             groups = self.lists[engine]

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import earlier_code
 from benchmarks.earlier_code import EARLIER, EarlierWay, table, verdict
-from benchmarks.earlier_code_host import Emitted
+from benchmarks.earlier_code_process import Emitted
 from benchmarks.speculation_speed_table import Cell
 from specactor.types import RolloutRequest, SamplingParams
 
@@ -66,7 +66,7 @@ def test_a_cell_is_worse_when_its_whole_interval_is() -> None:
 
 PLAYER = """
 import sys, msgspec
-from benchmarks.earlier_code_host import Emitted, Order, Played
+from benchmarks.earlier_code_process import Emitted, Order, Played
 line = sys.stdin.buffer.readline()
 order = msgspec.json.decode(line, type=Order)
 emitted = [Emitted(order.way + r.request_id, r.prompt_ids) for r in order.requests]

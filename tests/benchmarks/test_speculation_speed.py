@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from benchmarks import speculation_speed as speed
 from benchmarks import speculation_speed_kernels as kernels
-from benchmarks.speculation_speed_host import Profile
 from benchmarks.speculation_speed_models import Shape, grow, grow_head
 from benchmarks.speculation_speed_profile import COLUMNS, page, profile_row
+from benchmarks.speculation_speed_server import Profile
 from benchmarks.speculation_speed_table import Cell, aims, result, table, verdict
 from specactor.config import TinyModelConfig
 from specactor.cpu import sglang as cpu

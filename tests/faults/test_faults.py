@@ -177,7 +177,7 @@ def test_ctrl_c_ends_the_run_and_says_how_to_continue(start: Start) -> None:
 @pytest.mark.deep
 def test_an_engine_that_dies_too_often_ends_the_run_with_one_error(start: Start) -> None:
     job = start("too-often", "--rollout.engine.max-restarts", "0")
-    strike(job, "engine host", "rollout", 1)
+    strike(job, "engine server", "rollout", 1)
     assert job.wait(END_S) != 0
     [message] = job.messages()
     assert "rollout.engine.max_restarts: engine 0 died 1 times, allowed are 0 restarts" in message

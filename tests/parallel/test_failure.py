@@ -86,6 +86,18 @@ def test_torchruns_own_report_ends_with_ours(tmp_path: Path) -> None:
     assert last == "  traceback : specactor: rank 1: DataError: verifier v: problem 7"
 
 
+def test_each_start_of_torchrun_reports_its_own_failure(tmp_path: Path) -> None:
+    """Also before its ranks have met: torchrun's store, where tickets are taken until then, outlives a start."""
+    (tmp_path / "script.py").write_text(SCRIPT.replace("if rank == 0", "if rank == 1"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--max-restarts", "1"]
+    command = [sys.executable, *launcher, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    said = "specactor: rank 0: DataError: verifier v: problem 7"
+    assert [line for line in done.stderr.splitlines() if line.startswith("specactor: ")] == [said, said]
+    last = [line for line in done.stderr.splitlines() if line.strip("= ")][-1]
+    assert (done.returncode, last) == (1, f"  traceback : {said}")
+
+
 def test_a_rank_told_of_a_peers_failure_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     assert leave(0, Tickets(taken=1), PeerFailedError("rank 1 failed")) == 1
     assert capsys.readouterr().err == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any, ClassVar
 
 import aiohttp
@@ -243,6 +244,17 @@ class Raises(Talks):
 class Hangs(Talks):
     async def act(self) -> float:
         await self.asked()
+        await asyncio.sleep(1e6)
+        return 1.0
+
+
+class Waits(Talks):
+    """Makes no call, and never ends by itself."""
+
+    runs: ClassVar[threading.Event] = threading.Event()
+
+    async def act(self) -> float:
+        self.runs.set()
         await asyncio.sleep(1e6)
         return 1.0
 

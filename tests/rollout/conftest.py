@@ -161,7 +161,7 @@ def process_exists(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class Footprint:
-    """All that an engine has on the machine, noted while it lives."""
+    """All that a child has on the machine, noted while it lives."""
 
     guard_pid: int
     pids: list[int]
@@ -170,7 +170,7 @@ class Footprint:
 
     @classmethod
     def of(cls, guard_pid: int) -> Footprint:
-        folders = list(TEMPORARY.glob(f"specactor-engine-{guard_pid}-*"))
+        folders = list(TEMPORARY.glob(f"specactor-child-{guard_pid}-*"))
         lists = [file.read_text().split() for folder in folders for file in folder.glob(SHARED_FILES)]
         shared = [file for names in lists for name in names for file in Path("/dev/shm").glob(Path(name).name)]
         return cls(guard_pid, [guard_pid, *descendants(guard_pid)], folders, shared)

@@ -1,4 +1,4 @@
-"""A host that is no engine: guard_script.py FD FOLDER BEHAVIOUR. Writes the pids of its tree to FOLDER/pids.
+"""A guarded process that is no engine: guard_script.py FD FOLDER BEHAVIOUR. Writes the pids of its tree to FOLDER/pids.
 
 With the behaviour exit it ends when there is a file FOLDER/exit.
 """
@@ -20,7 +20,7 @@ print(subprocess.Popen(sys.argv[1:], start_new_session=True, stdout=subprocess.D
 ORPHAN = [sys.executable, "-c", START_ORPHAN, *SLEEP]
 
 
-def host(folder: Path, behaviour: str) -> None:
+def guarded(folder: Path, behaviour: str) -> None:
     child = subprocess.Popen(SLEEP)
     orphan = int(subprocess.run(ORPHAN, stdout=subprocess.PIPE, text=True, check=True).stdout)
     Path(tempfile.gettempdir(), "rubbish").write_text("x")
@@ -34,4 +34,4 @@ def host(folder: Path, behaviour: str) -> None:
 
 
 if __name__ == "__main__":
-    process_guard.run_guarded(int(sys.argv[1]), lambda: host(Path(sys.argv[2]), sys.argv[3]))
+    process_guard.run_guarded(int(sys.argv[1]), lambda: guarded(Path(sys.argv[2]), sys.argv[3]))

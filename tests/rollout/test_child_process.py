@@ -162,7 +162,7 @@ def test_a_start_that_fails_leaves_nothing(ends: Ends) -> None:
 
 
 def test_a_start_that_takes_too_long_leaves_nothing(ends: Ends) -> None:
-    assert not ends.child.has_answered_start()
+    assert ends.child.answer_to_start is None
     with pytest.raises(EngineError, match=r"did not start within 0\.05 s\. The end of its log"):
         ends.child.wait_ready(SOON_S)
     assert not ends.child.alive

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +18,10 @@ from specactor.errors import EngineError
 from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled import supervisor
 from specactor.rollout.decoupled.spec import DrafterSpec
+from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.sglang.engine_client import Engine
+from specactor.rollout.tail import BorrowedDevices, EngineLoad
 from specactor.weights_sync.draft_push import DraftSender
 from tests.rollout.conftest import Footprint
 from tests.rollout.decoupled.test_supervisor import PATIENCE_S, assert_drafts, child_of, is_listening, make_drafter_spec
@@ -159,6 +164,52 @@ def test_one_that_does_not_leave_is_ended_and_comes_back_when_its_engine_is_free
         assert pool.drafters[0].alive
         assert not pool.any_awake()
         assert not pool.any_awake()
+
+
+@pytest.mark.parametrize("what", ["end", "start"])
+def test_nobody_waits_while_a_drafter_is_ended_or_started(
+    make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Not who lends an engine's device, and not who takes it back before it sends to the engine."""
+    spec = lendable(make_drafter_spec)
+    hangs, goes_on = threading.Event(), threading.Event()
+    kill, start = DrafterProcess.kill, DrafterProcess
+
+    def hold(do: Callable[..., Any], *arguments: Any) -> Any:
+        if threading.current_thread().name == "drafters":
+            hangs.set()
+            assert goes_on.wait(PATIENCE_S)
+        return do(*arguments)
+
+    with DrafterPool([spec]) as pool:
+        pool.wait_ready()
+        with pool.rollout():
+            engines = cast("list[Engine]", [SimpleNamespace(index=4)])
+            devices = BorrowedDevices(engines, pool, cast("Any", SimpleNamespace(engine_to_wake=lambda *of: 0)))
+            dry = EngineLoad(engine=0, slots=1, running=())
+            devices.lend(lambda: [dry], [0], [], 8)
+            assert devices.num_woken == 1
+            if what == "start":
+                monkeypatch.setattr(drafter_pool, "DrafterProcess", lambda spec: hold(start, spec))
+            elif what == "end":
+                monkeypatch.setattr(DrafterProcess, "kill", lambda self: hold(kill, self))
+            os.kill(child_of(pool.drafters[0]), signal.SIGKILL)
+            assert hangs.wait(PATIENCE_S)
+
+            def take_back_and_lend() -> None:
+                devices.give_back(0)
+                devices.lend(lambda: [dry], [0], [], 8)
+                devices.give_back(0)
+
+            driver = threading.Thread(target=take_back_and_lend, daemon=True)
+            driver.start()
+            driver.join(PATIENCE_S)
+            waits = driver.is_alive()
+            goes_on.set()
+            assert not waits
+            pool.free(4)
+            wait_until(lambda: pool.restarts == 1)
+        assert pool._deaths == [1]
 
 
 def settled() -> None:

@@ -78,7 +78,7 @@ def kill_replacement(pool: EnginePool) -> Future[Footprint]:
 
 
 def test_deaths_in_mid_generation(pool: EnginePool, engine: Engine) -> None:
-    """A dead scheduler, whose replacement is killed while it loads, a dead host, a hanging scheduler.
+    """A dead scheduler, whose replacement is killed while it loads, a dead server, a hanging scheduler.
 
     Generated again, the rollout equals an undisturbed one.
     """
@@ -90,11 +90,11 @@ def test_deaths_in_mid_generation(pool: EnginePool, engine: Engine) -> None:
         assert engine.ready is not None
         return engine.ready.scheduler_pids[0]
 
-    def host(engine: Engine) -> int:
+    def server(engine: Engine) -> int:
         assert engine.ready is not None
-        return engine.ready.host_pid
+        return engine.ready.server_pid
 
-    for victim, by in ((scheduler, signal.SIGKILL), (host, signal.SIGKILL), (scheduler, signal.SIGSTOP)):
+    for victim, by in ((scheduler, signal.SIGKILL), (server, signal.SIGKILL), (scheduler, signal.SIGSTOP)):
         outcome, footprint = strike(pool, pending, victim, by)
         footprint.assert_gone()
         assert 3 <= len(outcome.finished) < len(pending)

@@ -1,4 +1,4 @@
-"""Whatever ends a host, nothing of its tree stays: children, orphans in other sessions, folders, shared memory."""
+"""Whatever ends a guarded process, nothing of its tree stays: children, orphans, folders, shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parent / "guard_script.py"
 
 
 class Tree:
-    """A guard with a host, a child of it, and an orphaned grandchild in a session of its own."""
+    """A guard, its process, a child of it, and an orphaned grandchild in a session of its own."""
 
     def __init__(self, folder: Path, behaviour: str) -> None:
         self.connection, theirs = socket.socketpair()
@@ -35,7 +35,7 @@ class Tree:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         *pids, temporary = (folder / "pids").read_text().split()
-        self.host, self.child, self.orphan = map(int, pids)
+        self.guarded, self.child, self.orphan = map(int, pids)
         self.temporary = Path(temporary)
         deadline = time.monotonic() + 60
         while f"_{self.child}_" not in (self.temporary / process_guard.SHARED_FILES).read_text():
@@ -47,7 +47,7 @@ class Tree:
     def assert_gone(self, within_s: float) -> None:
         deadline = time.monotonic() + within_s
         while True:
-            left: list[object] = [p for p in (self.host, self.child, self.orphan) if process_exists(p)]
+            left: list[object] = [p for p in (self.guarded, self.child, self.orphan) if process_exists(p)]
             left += [path for path in (self.temporary, self.shared) if path.exists()]
             if not left:
                 return
@@ -67,19 +67,19 @@ def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tree]:
 def test_death_of_the_trainer_rank(tree: Tree) -> None:
     assert tree.temporary.is_dir()
     tree.connection.close()
-    tree.assert_gone(process_guard.GRACE_S + 30)  # this host ignores the end of the stream, so it gets its full time
+    tree.assert_gone(process_guard.GRACE_S + 30)  # this one ignores the end of the stream, so it gets its full time
     assert tree.guard.wait(60) == 0
 
 
-def test_death_of_the_host_is_seen_when_all_is_gone(tree: Tree) -> None:
-    os.kill(tree.host, signal.SIGKILL)
+def test_death_of_the_guarded_process_is_seen_when_all_is_gone(tree: Tree) -> None:
+    os.kill(tree.guarded, signal.SIGKILL)
     tree.connection.settimeout(60)
     assert tree.connection.recv(1) == b""
     tree.assert_gone(0.0)
 
 
 @pytest.mark.parametrize("tree", ["exit"], indirect=True)
-def test_end_of_the_host(tree: Tree, tmp_path: Path) -> None:
+def test_end_of_the_guarded_process(tree: Tree, tmp_path: Path) -> None:
     (tmp_path / "exit").touch()
     tree.assert_gone(60)
 
@@ -90,11 +90,11 @@ def test_sigterm_ends_all_at_once(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("by", ["age", "pid"])
-def test_a_killed_guard_takes_the_host_along_and_is_swept_later(tree: Tree, by: str) -> None:
+def test_a_killed_guard_takes_its_process_along_and_is_swept_later(tree: Tree, by: str) -> None:
     os.kill(tree.guard.pid, signal.SIGKILL)
     tree.guard.wait(60)
     deadline = time.monotonic() + 60
-    while process_exists(tree.host):
+    while process_exists(tree.guarded):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     for pid in (tree.child, tree.orphan):  # SGLang's own processes die with their parents; these do not

@@ -232,11 +232,22 @@ def test_a_prediction_is_not_made_at_every_event() -> None:
     assert 10 < policy.num_asked < 40
 
 
-def test_a_drafter_leaves_before_its_engine_is_busy() -> None:
-    sleepers = FakeSleepers()
-    devices = borrowed(None, sleepers=sleepers)
-    sleepers.awake.add(1)
-    sleepers.free_now.add(1)
+@pytest.mark.parametrize("dry", [[1], []])
+def test_a_drafter_leaves_before_its_engine_is_busy(dry: list[int]) -> None:
+    """Also where the engine's conversations wait for their environments, so that it is not dry."""
+    sleepers = FakeSleepers(free_now={1})
+    sleepers.free_now.difference_update(dry)
+    devices = borrowed(SimpleNamespace(engine_to_wake=lambda loads, finished: 1), [1.0, 1.0], sleepers)
+    devices.lend(lambda: [load(0, 1), load(1)], dry, (), 8)
+    devices.give_back(0)
+    assert sleepers.asked == [("wake", 1)]
+    devices.give_back(1)
     devices.give_back(1)
     assert (sleepers.awake, sleepers.free_now) == (set(), set())
-    assert sleepers.asked == [("sleep", 1)]
+    assert sleepers.asked == [("wake", 1), ("sleep", 1)]
+
+
+def test_drafters_are_not_asked_for_what_was_not_lent() -> None:
+    devices = borrowed(None, sleepers=cast("Any", None))
+    devices._drafters = cast("Any", SimpleNamespace())  # which knows no `sleep`
+    devices.give_back(1)

@@ -55,6 +55,7 @@ def test_every_group_is_given_once(groups: int, size: int, slots: int, engines: 
         if chance.random() < 0.1:
             asking.remove(rank)
     left = [r for rank in ranks for r in rank.left()]
+    assert not any(rank.left() for rank in ranks), "nor is any left twice"
     assert asking == [] or not left
     assert sorted(r.seed for r in given_out + left) == list(range(groups * size))
 

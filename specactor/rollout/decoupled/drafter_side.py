@@ -172,7 +172,7 @@ class _Session:
     tails_s: float = float("-inf")  # when all of them that were unsent went last
 
 
-class Mirrors:
+class MirroredRequests:
     """The requests of all engines.
 
     Invariants:

@@ -24,7 +24,7 @@ import msgspec
 
 from specactor.rollout import frames
 from specactor.rollout.decoupled.continuer import Branching, Continuer, Renewable, Sleeper
-from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.protocol import Drops
 from specactor.rollout.decoupled.spec import (
     TO_DRAFTER,
@@ -163,8 +163,8 @@ class Loop:
         self._hub = hub
         self._clock = clock
 
-    def _new_mirrors(self) -> Mirrors:
-        return Mirrors(new_session(), max_tokens=self._max_tokens, drops=self._drops)
+    def _new_mirrors(self) -> MirroredRequests:
+        return MirroredRequests(new_session(), max_tokens=self._max_tokens, drops=self._drops)
 
     def wait(self, files: Sequence[int]) -> list[int]:
         """Wait for something to do; return those of `files` that are readable."""

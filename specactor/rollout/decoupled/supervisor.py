@@ -6,7 +6,6 @@ or shared memory; it ends with its owner.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from dataclasses import replace
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from specactor.cpu import sglang as cpu
-from specactor.errors import EngineError
 from specactor.rollout.child_process import ChildDied, ChildProcess
 from specactor.rollout.decoupled.spec import (
     FROM_DRAFTER,
@@ -110,6 +108,8 @@ class DrafterProcess(ChildProcess[FromDrafter]):
                 return False
             time.sleep(_LOOK_EVERY_S)
         self.leaving = False
+        if not self.alive:
+            return True
         rested = self._ask(Sleep(), Rested, deadline - time.monotonic())
         if not isinstance(rested, Rested):
             return not self.alive
@@ -122,9 +122,9 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         super().stop()
 
     def has_started(self) -> bool:
-        if self.started is None and self.has_answered_start():
-            with contextlib.suppress(EngineError):  # then it is gone, which its owner will see
-                self.wait_ready()
+        """Return whether it listens, without waiting: one that failed to start is left to `wait_ready`."""
+        if self.started is None and isinstance(self.answer_to_start, Started):
+            self.wait_ready()
         return self.started is not None
 
     def hangs(self, limit_s: float) -> bool:

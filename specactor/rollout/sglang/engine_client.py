@@ -1,6 +1,6 @@
 """A rollout engine as its trainer rank sees it: a child process.
 
-Invariants: no wait is unbounded; a death of host, scheduler or SGLang is an `EngineDied`, before which `on_finished`
+Invariants: no wait is unbounded; a death of server, scheduler or SGLang is an `EngineDied`, before which `on_finished`
 had every response that came; after `stop` or `kill` no process of the engine is left.
 """
 

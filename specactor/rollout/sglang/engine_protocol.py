@@ -1,4 +1,4 @@
-"""What a trainer rank and an engine's process, its *host*, say to each other.
+"""What a trainer rank and an engine's process, its *server*, say to each other.
 
 A call is answered by any number of `Finished` and `Progress`, then by one other message.
 """
@@ -105,7 +105,7 @@ class RankReplies(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    host_pid: int
+    server_pid: int
     scheduler_pids: list[int]
     max_sequence_tokens: int
     """Prompt and response together; the smaller of the context and what the KV pool lets one request use."""

@@ -61,7 +61,7 @@ def run(connection: socket.socket) -> None:
 def _start(spec: EngineSpec) -> Backend:
     if not (Path(spec.model_dir) / "config.json").is_file():
         raise EngineError(f"model folder {spec.model_dir}: no config.json. Give a model in Hugging Face format.")
-    print(f"specactor: engine {spec.index} of {spec.model_dir}, host {os.getpid()}", flush=True)
+    print(f"specactor: engine {spec.index} of {spec.model_dir}, process {os.getpid()}", flush=True)
     backend = Backend(spec)
     replies = backend.rank_call("identify", b"start", timeout_s=60.0)
     ranks = [msgspec.json.decode(reply)["tp_rank"] for reply in replies]
@@ -88,7 +88,7 @@ class _Server:
         reader, self._writer = await asyncio.open_connection(sock=self._connection)
         backend = self._backend
         ready = Ready(
-            host_pid=os.getpid(),
+            server_pid=os.getpid(),
             scheduler_pids=backend.scheduler_pids,
             max_sequence_tokens=backend.max_sequence_tokens,
             kv_tokens=backend.kv_tokens,

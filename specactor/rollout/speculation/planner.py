@@ -24,7 +24,7 @@ from specactor.rollout.speculation.drafter_set import DrafterSet
 from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.fastest_of_n import Candidates, candidates, further
 from specactor.rollout.speculation.probing import Promises
-from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan, LiveCosts, Offer, reconfigure, worths
+from specactor.rollout.speculation.reconfiguration import PLAIN, DrafterOffer, DraftPlan, LiveCosts, reconfigure, worths
 from specactor.rollout.speculation.verification import Decision, Drafts
 from specactor.rollout.speculation.windows import (
     CHANGE_MARGIN,
@@ -146,13 +146,13 @@ class Planner:
         # Every drafter's seconds are those of a round in which all draft that draft first.
         spent_s = max(costs.draft_s(name, requests)(depth) for name in (*ready, PER_REQUEST))
         live = live_costs(costs, requests, draft_W=np.full(most, spent_s))
-        offers = [Offer(drafter=name, survival=table, costs=live) for name, table in own.items()]
+        offers = [DrafterOffer(drafter=name, survival=table, costs=live) for name, table in own.items()]
         found: dict[str, Option] = {}
         for name in later:
             later_s = costs.draft_s(name, requests)
             draft_W = np.array([max(spent_s, later_s(window)) for window in range(1, most + 1)])
             survival = reaching(self._acceptance[name].survivals(ids, covered=False), caps)
-            offer = Offer(drafter=name, survival=survival, costs=live_costs(costs, requests, draft_W=draft_W))
+            offer = DrafterOffer(drafter=name, survival=survival, costs=live_costs(costs, requests, draft_W=draft_W))
             both, reach = [*offers, offer], {**lengths, name: list(caps)}
             owners = self.owners.of(ids, both)
             if 0 < owners.count(name) < requests:  # one drafter for all is an option of its own
@@ -175,7 +175,7 @@ class Planner:
         self,
         kind: str,
         owners: Sequence[str],
-        offers: Sequence[Offer],
+        offers: Sequence[DrafterOffer],
         drafts: Drafts,
         lengths: Mapping[str, Sequence[int]],
         spent_s: float,
@@ -235,7 +235,7 @@ class Owners:
     def promised(self, pace: float) -> None:
         self.pace = pace if self.pace is None else self.pace + (pace - self.pace) / PACE_ROUNDS
 
-    def of(self, ids: Sequence[str], offers: Sequence[Offer]) -> list[str]:
+    def of(self, ids: Sequence[str], offers: Sequence[DrafterOffer]) -> list[str]:
         """Return each request's drafter in this round; OFF for none. Survivals of offers are 0 behind the ends of
         drafts."""
         # Drafters are compared at the windows that are best for them now.

@@ -89,7 +89,7 @@ class LiveCosts:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Offer:
+class DrafterOffer:
     drafter: str
     survival: Floats
     """[B][W]: P(the first j draft tokens are accepted)."""
@@ -97,7 +97,7 @@ class Offer:
 
 
 def reconfigure(
-    offers: Sequence[Offer],
+    offers: Sequence[DrafterOffer],
     current: Sequence[DraftPlan],
     *,
     margin: float = 0.02,
@@ -160,7 +160,7 @@ def speeds(survival_BW: Floats, costs: LiveCosts, mode: Mode) -> Floats:
     return speeds_BW
 
 
-def worths(offer: Offer, mode: Mode, *, pace: float | None) -> Floats:
+def worths(offer: DrafterOffer, mode: Mode, *, pace: float | None) -> Floats:
     """Return [B][W] ([B][1] for off): tokens less what their seconds are worth; pace None: `speeds`."""
     if pace is None:
         return speeds(offer.survival, offer.costs, mode)

@@ -7,7 +7,7 @@ import random
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from specactor.rollout.decoupled.drafter_side import AHEAD, Mirrors
+from specactor.rollout.decoupled.drafter_side import AHEAD, MirroredRequests
 from specactor.rollout.decoupled.engine_side import Tails
 from specactor.rollout.decoupled.protocol import MAGIC, VERSION
 from tests.rollout.decoupled.network import WINDOW, World
@@ -22,7 +22,7 @@ class Protocol(RuleBasedStateMachine):
     """Wrong versions of the two ends are put in as class attributes."""
 
     tails: type[Tails] = Tails
-    mirrors: type[Mirrors] = Mirrors
+    mirrors: type[MirroredRequests] = MirroredRequests
 
     @initialize(max_tokens=st.sampled_from([SMALL, LARGE]), warm=st.booleans())
     def begin(self, max_tokens: int, warm: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from specactor.rollout.decoupled.drafter_side import AHEAD, Mirrors
+from specactor.rollout.decoupled.drafter_side import AHEAD, MirroredRequests
 from specactor.rollout.decoupled.engine_side import BEAT_EVERY_S, SILENT_S, Tails
 from specactor.rollout.decoupled.protocol import TOKEN_BYTES
 from tests.rollout.decoupled.scripted import WRONG, Scripted, script
@@ -16,9 +16,9 @@ SESSIONS = count(1)
 """Rising, as they are where a process is not started twice in a millisecond."""
 
 
-def held(end: Tails | Mirrors) -> tuple[int, int]:
+def held(end: Tails | MirroredRequests) -> tuple[int, int]:
     """(requests, tokens) that an end has room taken for: an engine's draft tokens, or all tokens of a drafter."""
-    if isinstance(end, Mirrors):
+    if isinstance(end, MirroredRequests):
         return end.num_requests, end._reserved
     requests = end._requests.values()
     return len(requests), sum(len(request.tokens or b"") for request in requests) // TOKEN_BYTES
@@ -40,7 +40,7 @@ class EngineEnd:
 
 
 class DrafterEnd:
-    def __init__(self, max_tokens: int, kind: type[Mirrors]) -> None:
+    def __init__(self, max_tokens: int, kind: type[MirroredRequests]) -> None:
         self.mirrors = kind(next(SESSIONS), max_tokens=max_tokens)
         self.continuer = Scripted()
 
@@ -83,7 +83,7 @@ class World:
         drafters: int = 2,
         max_tokens: int = 100_000,
         tails: type[Tails] = Tails,
-        mirrors: type[Mirrors] = Mirrors,
+        mirrors: type[MirroredRequests] = MirroredRequests,
     ) -> None:
         self.now_s = 100.0
         self.kinds = tails, mirrors

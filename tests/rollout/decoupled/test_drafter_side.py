@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specactor.rollout.decoupled.drafter_side import AHEAD, SILENT_S, TAILS_EVERY_S, Mirrors
+from specactor.rollout.decoupled.drafter_side import AHEAD, SILENT_S, TAILS_EVERY_S, MirroredRequests
 from specactor.rollout.decoupled.protocol import (
     Beat,
     Close,
@@ -30,10 +30,10 @@ ENGINE = 20
 
 
 class Drafter:
-    """Mirrors with a scripted continuer, and an engine's words."""
+    """Mirrored requests with a scripted continuer, and an engine's words."""
 
     def __init__(self, max_tokens: int = 10_000) -> None:
-        self.mirrors = Mirrors(5, max_tokens=max_tokens)
+        self.mirrors = MirroredRequests(5, max_tokens=max_tokens)
         self.continuer = Scripted()
         self.now_s = 50.0
         self.frame = 0

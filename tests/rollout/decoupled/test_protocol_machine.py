@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.engine_side import Tails
 from tests.rollout.decoupled import wrong_ends
 from tests.rollout.decoupled.machine import Protocol
@@ -36,8 +36,8 @@ WRONG = [
     value
     for value in vars(wrong_ends).values()
     if isinstance(value, type)
-    and issubclass(value, Mirrors | Tails)
-    and value not in (Mirrors, Tails, wrong_ends.ForeignTaken, wrong_ends.ArrivedKept)  # seen in test_tails
+    and issubclass(value, MirroredRequests | Tails)
+    and value not in (MirroredRequests, Tails, wrong_ends.ForeignTaken, wrong_ends.ArrivedKept)  # seen in test_tails
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from specactor.config import SpeculationConfig
 from specactor.metrics import SPECULATION
-from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.protocol import Header, Pulse, encode
 from specactor.rollout.decoupled.remote_drafter import MAX_JUDGED, Decoupled, Patience
 from specactor.rollout.speculation.drafter import DraftSequence
@@ -28,7 +28,7 @@ class Held:
 
     def __init__(self, answer_s: float = 0.0) -> None:
         self.now_s = 50.0
-        self.mirrors = Mirrors(5, max_tokens=10_000)
+        self.mirrors = MirroredRequests(5, max_tokens=10_000)
         self.continuer = Scripted()
         self.answer_s = answer_s
         self.full = False

@@ -244,6 +244,11 @@ def test_one_that_hangs_is_ended_all_the_same(drafter: DrafterProcess) -> None:
 def test_failing_to_start(make_drafter_spec: Callable[..., DrafterSpec], continuer: str, message: str) -> None:
     drafter = DrafterProcess(make_drafter_spec(continuer, index=7))
     footprint = Footprint.of(drafter.pid)
+    deadline = time.monotonic() + PATIENCE_S
+    while drafter.alive:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not drafter.has_started(), "and its answer is left to who waits for it"
     with pytest.raises(EngineError, match=f"(?s)drafter 7 {message}.*The end of its log"):
         drafter.wait_ready()
     footprint.assert_gone(within_s=0.1)
@@ -285,7 +290,7 @@ def test_a_model_that_raises_ends_the_process(make_drafter_spec: Callable[..., D
 def test_an_owner_that_is_killed_leaves_nothing(make_drafter_spec: Callable[..., DrafterSpec]) -> None:
     spec = make_drafter_spec()
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.rollout.decoupled.host_script", msgspec.json.encode(spec).decode()],
+        [sys.executable, "-m", "tests.rollout.decoupled.owner_script", msgspec.json.encode(spec).decode()],
         stdout=subprocess.PIPE,
         text=True,
     ) as owner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from specactor.rollout.decoupled.drafter_side import AHEAD, Mirrors
+from specactor.rollout.decoupled.drafter_side import AHEAD, MirroredRequests
 from specactor.rollout.decoupled.engine_side import Tails
 from tests.rollout.decoupled.network import WINDOW, World
 
@@ -30,7 +30,9 @@ MOVES = {
 
 
 class Walk:
-    def __init__(self, seed: int, *, tails: type[Tails] = Tails, mirrors: type[Mirrors] = Mirrors) -> None:
+    def __init__(
+        self, seed: int, *, tails: type[Tails] = Tails, mirrors: type[MirroredRequests] = MirroredRequests
+    ) -> None:
         self.rng = random.Random(seed)
         self.max_tokens = SMALL if seed % 3 == 0 else LARGE
         self.world = World(max_tokens=self.max_tokens, tails=tails, mirrors=mirrors)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specactor.rollout.decoupled import protocol
-from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.engine_side import Tails
 from specactor.rollout.decoupled.protocol import Beat, Commits, TailColumns
 
@@ -55,7 +55,7 @@ class AnyBranch(Tails):
         return protocol.unpack(request.tokens) if request.tokens is not None else []
 
 
-class BranchesKept(Mirrors):
+class BranchesKept(MirroredRequests):
     """Keeps branches of tokens that were thrown away."""
 
     def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
@@ -114,7 +114,7 @@ class ClosesForgotten(Tails):
             self._leave(self._requests[name])
 
 
-class RowsShifted(Mirrors):
+class RowsShifted(MirroredRequests):
     """Gives the tokens of a row to the one before it."""
 
     def receive(self, sender: int, data: bytes, now_s: float) -> None:
@@ -132,7 +132,7 @@ def _shifted(record: protocol.ToDrafter) -> protocol.ToDrafter:
     return Commits(requests=record.requests, positions=record.positions, counts=record.counts, tokens=tokens)
 
 
-class GapIgnored(Mirrors):
+class GapIgnored(MirroredRequests):
     """Tokens are put behind those that are there, wherever they belong."""
 
     def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
@@ -142,7 +142,7 @@ class GapIgnored(Mirrors):
         super()._commit(session, request, position, tokens, now_s)
 
 
-class PositionIgnored(Mirrors):
+class PositionIgnored(MirroredRequests):
     """Tokens that were committed before are committed again."""
 
     def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
@@ -152,7 +152,7 @@ class PositionIgnored(Mirrors):
         super()._commit(session, request, position, tokens, now_s)
 
 
-class RollbackForgotten(Mirrors):
+class RollbackForgotten(MirroredRequests):
     """Keeps what it drafted after a commit that differs."""
 
     def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
@@ -165,7 +165,7 @@ class RollbackForgotten(Mirrors):
             mirror.unsent = mirror.unsent or bool(extra)
 
 
-class AgreedTooMuch(Mirrors):
+class AgreedTooMuch(MirroredRequests):
     """Does not tell the continuer of a rollback."""
 
     def wanted(self, max_lanes: int, **named: Any) -> Any:
@@ -175,7 +175,7 @@ class AgreedTooMuch(Mirrors):
         return lanes
 
 
-class CloseIgnored(Mirrors):
+class CloseIgnored(MirroredRequests):
     """Keeps what its engine has closed, and what its engine does not list."""
 
     def _beat(self, session: Any, beat: Beat) -> None:
@@ -188,7 +188,7 @@ class CloseIgnored(Mirrors):
             super()._forget(key)
 
 
-class UnlistedKept(Mirrors):
+class UnlistedKept(MirroredRequests):
     """Believes that every close arrives."""
 
     def _beat(self, session: Any, beat: Beat) -> None:
@@ -197,7 +197,7 @@ class UnlistedKept(Mirrors):
         super()._beat(session, Beat(engine=beat.engine, requests=[*beat.requests, *kept]))
 
 
-class NoBound(Mirrors):
+class NoBound(MirroredRequests):
     """Never evicts."""
 
     def _account(self, mirror: Any) -> None:
@@ -206,7 +206,7 @@ class NoBound(Mirrors):
         self.max_tokens = bound
 
 
-class AheadWithoutBound(Mirrors):
+class AheadWithoutBound(MirroredRequests):
     def extended(self, lanes: Any, drafts: Any, runners_up: Any = None) -> None:
         super().extended(lanes, drafts, runners_up)
         for lane in lanes:
@@ -214,7 +214,7 @@ class AheadWithoutBound(Mirrors):
                 lane.tokens.extend([0] * 5)
 
 
-class AnsweredToAnother(Mirrors):
+class AnsweredToAnother(MirroredRequests):
     """Says to one engine what it has drafted for another."""
 
     def outgoing(self, session: int, **named: Any) -> list[bytes]:
@@ -223,7 +223,7 @@ class AnsweredToAnother(Mirrors):
         return [_readdressed(*protocol.decode_to_engine(frame), session) for frame in frames]
 
 
-class NeverAsks(Mirrors):
+class NeverAsks(MirroredRequests):
     """Waits for what was lost."""
 
     def _beat(self, session: Any, beat: Beat) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from specactor.cpu import sglang as cpu
 from specactor.rollout.decoupled.continuer import Lane
-from specactor.rollout.decoupled.drafter_side import UNKNOWN, Mirrors
+from specactor.rollout.decoupled.drafter_side import UNKNOWN, MirroredRequests
 from specactor.rollout.decoupled.protocol import Beat, Header, Open, encode
 from specactor.rollout.sglang.draft_runner import DRAFT_TEMPERATURE
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS
@@ -222,7 +222,7 @@ def test_texts_end_with_the_context(child: Child) -> None:
 def test_an_empty_prompt_does_not_reach_it(child: Child) -> None:
     """There is no token to go on from, so it would end the process."""
     begin(child)
-    mirrors = Mirrors(1, max_tokens=4000)
+    mirrors = MirroredRequests(1, max_tokens=4000)
     for number, prompt in ((1, []), (2, [5])):
         beat = Beat(engine="e", requests=[(1, 0, 0)])
         opening = Open(request=number, prompt_ids=prompt, output_ids=[], seed=77, temperature=1.0, window=2)

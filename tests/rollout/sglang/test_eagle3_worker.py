@@ -19,7 +19,7 @@ from specactor.trainer.drafter.buffer import RolloutLine, example_of
 from specactor.trainer.drafter.head import Eagle3Start
 from specactor.types import RolloutRequest
 from tests.rollout.conftest import request
-from tests.rollout.sglang import eagle3_host as host
+from tests.rollout.sglang import eagle3_server as server
 from tests.rollout.sglang.test_heads import speculation
 from tests.rollout.sglang.test_verify_worker import configure
 from tests.trainer.drafter.cases import write_rollouts
@@ -35,11 +35,11 @@ def batch(first: int = 0, count: int = 40) -> list[RolloutRequest]:
 
 @contextmanager
 def started(spec: EngineSpec, **algorithm: object) -> Iterator[Engine]:
-    environment = {host.ALGORITHM: json.dumps(algorithm)} if algorithm else {}
+    environment = {server.ALGORITHM: json.dumps(algorithm)} if algorithm else {}
     with pytest.MonkeyPatch.context() as patch:
         if algorithm:
             patch.delenv(warm_starter.NAME)  # its kernels come before SGLang is imported
-        engine = Engine(spec, run=f"{host.__name__}:run", **environment)
+        engine = Engine(spec, run=f"{server.__name__}:run", **environment)
     try:
         engine.wait_ready(300)
         yield engine
@@ -71,9 +71,9 @@ def ends(engine: Engine, requests: list[RolloutRequest]) -> dict[str, tuple[list
     The last verify counts up to the response's end: SGLang counts what it accepted beyond, and we draft no further.
     """
     engine.flush()
-    engine.rank_call(host.ACCEPTED, b"", timeout_s=60)
+    engine.rank_call(server.ACCEPTED, b"", timeout_s=60)
     responses = engine.generate(requests)
-    [told] = engine.rank_call(host.ACCEPTED, b"", timeout_s=60)
+    [told] = engine.rank_call(server.ACCEPTED, b"", timeout_s=60)
     by_rid = msgspec.json.decode(told, type=dict[str, tuple[list[int], int]])
     by_place = {int(rid.split(".")[1]): found for rid, found in by_rid.items()}
     out = {}
@@ -100,7 +100,7 @@ def test_sglangs_own_worker_accepts_what_ours_does(make_spec: Callable[..., Engi
     }
     requests = batch()
     with started(make_spec(90, config=config), **theirs) as engine:
-        assert engine.rank_call(host.WORKER, b"", timeout_s=60) == [
+        assert engine.rank_call(server.WORKER, b"", timeout_s=60) == [
             b"sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2"
         ]
         expected = ends(engine, requests)

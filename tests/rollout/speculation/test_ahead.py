@@ -10,7 +10,7 @@ import pytest
 
 from specactor.rollout.decoupled import engine_side
 from specactor.rollout.decoupled.continuer import Lane
-from specactor.rollout.decoupled.drafter_side import Mirrors
+from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.main import Pace
 from specactor.rollout.decoupled.protocol import Beat, Commits, Header, Open, ToDrafter, encode
 from specactor.rollout.decoupled.remote_drafter import Decoupled, Patience
@@ -57,7 +57,7 @@ class Elsewhere:
     def __init__(self, right: float) -> None:
         self.clock: Callable[[], float] = lambda: 0.0
         self.continuer = Half(right)
-        self.mirrors = Mirrors(5, max_tokens=10_000_000)
+        self.mirrors = MirroredRequests(5, max_tokens=10_000_000)
         self.is_alive = True
         self.drafts = True
         self.sent = 0

@@ -17,7 +17,7 @@ from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.planner import PER_REQUEST, Owners, live_costs, reaching
-from specactor.rollout.speculation.reconfiguration import LiveCosts, Offer
+from specactor.rollout.speculation.reconfiguration import DrafterOffer, LiveCosts
 from specactor.rollout.speculation.verification import Decision
 from specactor.rollout.speculation.windows import OFF
 from tests.rollout.speculation.world import World, auto, truth
@@ -30,9 +30,10 @@ def live(requests: int) -> LiveCosts:
     return live_costs(COSTS, requests, draft_W=np.full(W, 1e-4))
 
 
-def offers(tables: Mapping[str, np.ndarray]) -> list[Offer]:
+def offers(tables: Mapping[str, np.ndarray]) -> list[DrafterOffer]:
     return [
-        Offer(drafter=name, survival=survival_BW, costs=live(len(survival_BW))) for name, survival_BW in tables.items()
+        DrafterOffer(drafter=name, survival=survival_BW, costs=live(len(survival_BW)))
+        for name, survival_BW in tables.items()
     ]
 
 
@@ -301,7 +302,7 @@ def test_time_of_a_decision() -> None:
     rng, ids = np.random.default_rng(0), [str(i) for i in range(256)]
     tables = {name: np.cumprod(rng.uniform(0.3, 0.99, (256, 8)), axis=1) for name in "ab"}
     costs, owned = live_costs(COSTS, 256, draft_W=np.full(8, 1e-4)), Owners()
-    drafted = [Offer(drafter=name, survival=survival_BW, costs=costs) for name, survival_BW in tables.items()]
+    drafted = [DrafterOffer(drafter=name, survival=survival_BW, costs=costs) for name, survival_BW in tables.items()]
     owned.of(ids, drafted)
     began = time.process_time()
     for _ in range(20):

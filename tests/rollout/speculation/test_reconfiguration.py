@@ -16,9 +16,9 @@ from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import CostTable, Grid
 from specactor.rollout.speculation.reconfiguration import (
     PLAIN,
+    DrafterOffer,
     DraftPlan,
     LiveCosts,
-    Offer,
     reconfigure,
     speeds,
     worths,
@@ -65,7 +65,7 @@ def reconfigured(
     survival_BW: np.ndarray, live: LiveCosts, current: list[DraftPlan], **fields: object
 ) -> list[DraftPlan]:
     """With one drafter, as published."""
-    offer = Offer(drafter="small", survival=survival_BW, costs=live)
+    offer = DrafterOffer(drafter="small", survival=survival_BW, costs=live)
     return reconfigure([offer], current, **fields)  # type: ignore[arg-type]
 
 
@@ -134,9 +134,11 @@ def test_more_acceptance_never_promises_less(steps: list[float], share: float) -
     assert (speeds(better_BW, live, "coupled") >= speeds(survival_BW, live, "coupled") * (1 - 1e-12)).all()
 
 
-def offers(*rates: tuple[float, ...], live: LiveCosts) -> list[Offer]:
+def offers(*rates: tuple[float, ...], live: LiveCosts) -> list[DrafterOffer]:
     """Of drafters a, b, .., with one rate per request."""
-    return [Offer(drafter=name, survival=survivals(*of), costs=live) for name, of in zip("abcd", rates, strict=False)]
+    return [
+        DrafterOffer(drafter=name, survival=survivals(*of), costs=live) for name, of in zip("abcd", rates, strict=False)
+    ]
 
 
 chances = st.lists(st.floats(0.01, 0.99), min_size=3, max_size=3)
@@ -148,7 +150,7 @@ def test_the_best_of_several_drafters_and_never_worse_without_one(rates: list[li
     live = costs()
     every = offers(*map(tuple, rates), live=live)
 
-    def promised(of: list[Offer], plans: list[DraftPlan]) -> list[float]:
+    def promised(of: list[DrafterOffer], plans: list[DraftPlan]) -> list[float]:
         rows = {o.drafter: o for o in of}
         found = []
         for i, plan in enumerate(plans):
@@ -190,8 +192,8 @@ def test_a_pace_prices_rows_by_what_others_make_of_them() -> None:
     steps = np.array([[0.33, 0.325, 0.32, 0.315]])
     live = costs(requests=8, remote=None)
     every = [
-        Offer(drafter="long", survival=steps, costs=live),
-        Offer(drafter="short", survival=np.array([[0.7, 0.0, 0.0, 0.0]]), costs=live),
+        DrafterOffer(drafter="long", survival=steps, costs=live),
+        DrafterOffer(drafter="short", survival=np.array([[0.7, 0.0, 0.0, 0.0]]), costs=live),
     ]
     chosen = [reconfigure(every, [PLAIN], pace=pace)[0].drafter for pace in (1.0, 110.0)]
     assert chosen == ["long", "short"]

@@ -1,4 +1,4 @@
-"""An owner of a drafter process: host_script.py SPEC. Writes the guard's pid when it listens, and waits."""
+"""An owner of a drafter process: owner_script.py SPEC. Writes the guard's pid when it listens, and waits."""
 
 import sys
 import time
