@@ -92,6 +92,8 @@ def run(
         note_phase = _status_writer(folder, config.train.steps, members) if rank == 0 else None
         shown = Progress(config.train.steps, quiet=rank != 0, on_phase=note_phase)
         progress = stack.enter_context(shown)
+        for unused in config.rollout.speculation.unused:
+            progress.note(f"The draft model {unused} is not used: no drafter in rollout.speculation.drafters names it.")
         config = _planned(config, members, collective, progress)
         actor = _build(_Job(config, folder, collective, members, head, progress, stack), layout)
         if resume is not None:

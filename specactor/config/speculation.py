@@ -107,6 +107,11 @@ class SpeculationConfig:
         return {*self.in_engines.values(), *self.in_processes.values()}
 
     @property
+    def unused(self) -> tuple[str, ...]:
+        """Return the folders of the draft models that no drafter names, though something drafts."""
+        return () if self.mode == "off" else tuple(folder for folder in self.draft_model if folder not in self.in_use)
+
+    @property
     def uses_mtp(self) -> bool:
         return self.mode != "off" and MTP in self.drafters
 

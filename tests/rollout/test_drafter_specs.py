@@ -103,6 +103,8 @@ def test_a_draft_model_is_loaded_where_somebody_drafts_with_it(
     named = {"model": "1", "decoupled": "1", "model:2": "2", "decoupled:2": "2"}
     assert made.in_engines | made.in_processes == {name: named[name] for name in f"{in_engines} {in_processes}".split()}
     assert made.in_use == {*made.in_engines.values(), *made.in_processes.values()}
+    told = {*made.unused}  # by a note when a run starts
+    assert told == ({"1", "2"} - made.in_use if mode != "off" else set())
 
 
 def test_in_mode_decoupled_other_drafters_draft_as_well() -> None:
