@@ -6,7 +6,7 @@
 # Variables
 #   NODES      number of nodes (required)
 #   HEAD       host:port of one of the nodes, reachable from all (required); the ranks meet there (c10d rendezvous)
-#   GPUS       ranks per node; default: the number of GPUs, or 2 without one
+#   GPUS       ranks per node; default: the number of GPUs, or 2 where there is no nvidia-smi, or it sees none
 #   RUN_ID     name of the meeting; default: specactor. Two runs on the same HEAD need two names
 #   MAX_RESTARTS  times that this node starts torchrun again after a failure; default 0. Use it with --resume auto
 #
@@ -24,7 +24,14 @@ if [[ $# -lt 1 ]]; then
 fi
 
 if [[ -z "${GPUS:-}" ]]; then
-    GPUS=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true) # it may be missing, or fail
+    GPUS=0
+    if command -v nvidia-smi >/dev/null; then
+        if ! found=$(nvidia-smi --list-gpus 2>&1); then # other nodes have GPUs: two ranks on CPUs would keep them waiting
+            echo "specactor: nvidia-smi fails: $found Mend the driver, or set GPUS to the number of ranks." >&2
+            exit 1
+        fi
+        GPUS=$(grep -c '^GPU ' <<<"$found" || true)
+    fi
     if [[ $GPUS == 0 ]]; then GPUS=2; fi
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -130,7 +130,7 @@ def _resume(actor: SpecActor, checkpoint_dir: Path, config: Config, progress: Pr
     actor.devices.to_weights(actor.trainer)
     if actor.distillation is not None:
         actor.distillation.load(checkpoint_dir)
-    elif told := left_behind(checkpoint_dir, config.rollout.speculation.first_draft_model):
+    elif told := left_behind(checkpoint_dir, config.rollout.speculation):
         progress.note(told)
     progress.resume(actor.steps_done)
 

@@ -151,7 +151,6 @@ def test_the_multi_node_script_calls_torchrun(tmp_path: Path) -> None:
         ("echo 'GPU 0: NVIDIA H100 (UUID: GPU-a)'; echo '  MIG 1g.10gb Device 0: (UUID: MIG-b)'; echo 'GPU 1: x'", 2),
         ('for i in 0 1 2; do echo "GPU $i: NVIDIA H100"; done', 3),
         ("true", 2),
-        ("echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9", 2),
     ],
 )
 def test_the_multi_node_script_starts_a_rank_per_gpu_or_two(tmp_path: Path, nvidia_smi: str, ranks: int) -> None:
@@ -160,6 +159,17 @@ def test_the_multi_node_script_starts_a_rank_per_gpu_or_two(tmp_path: Path, nvid
     done = run_script("multi_node.sh", tmp_path, "quickstart", NODES="2", HEAD="h:1")
     assert (done.returncode, done.stderr) == (0, "")
     assert f"--nproc-per-node {ranks} " in done.stdout
+
+
+def test_the_multi_node_script_says_that_nvidia_smi_fails(tmp_path: Path) -> None:
+    """Wrong were an end without a word, and two ranks on CPUs beside other nodes' GPUs."""
+    fake(tmp_path / "bin", "torchrun", 'echo "$@"')
+    fake(tmp_path / "bin", "nvidia-smi", "echo 'NVIDIA-SMI has failed.'; exit 9")
+    done = run_script("multi_node.sh", tmp_path, "quickstart", NODES="2", HEAD="h:1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "nvidia-smi fails: NVIDIA-SMI has failed." in done.stderr
+    assert "set GPUS" in done.stderr
+    assert run_script("multi_node.sh", tmp_path, "quickstart", NODES="2", HEAD="h:1", GPUS="8").returncode == 0
 
 
 def test_the_multi_node_script_starts_again_after_a_failure(tmp_path: Path) -> None:

@@ -90,7 +90,8 @@ def launcher_store(address: str, port: int) -> Store | None:
     """Return the part of torchrun's store that is this start's; None where the store cannot be reached."""
     import torch.distributed as dist
 
-    # with --max-restarts torchrun keeps its store, and in it the tickets of starts whose ranks failed before they met
+    # With --max-restarts torchrun keeps its store, and in it the tickets of starts whose ranks failed before they met.
+    # Hosts that it restarted unequally often count apart: until they meet each of them has a report of its own.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=5))  # type: ignore[attr-defined]

@@ -59,8 +59,8 @@ class Inputs:
     max_window: int = 8
     """Largest window to consider."""
     host_ms: tuple[float, float] = (0.0, 0.0)
-    """Milliseconds in which a device waits for the host, in a plain round and in one with drafts. With --cost-table it
-    was measured."""
+    """Milliseconds in which a verifier's device waits for the host, in a plain round and in one with drafts. Draft
+    steps have none. With --cost-table it was measured."""
     json: bool = False
     """Print results as JSON."""
 
@@ -90,6 +90,8 @@ def parse(kind: type[OptionsT], prog: str, argv: Sequence[str], *, positive: Seq
     for name in ("devices", "context", *positive):
         rule(name, getattr(options, name) >= 1, ">= 1", f"Its meaning: {prog} --help")
     rule("host_ms", all(0.0 <= ms < float("inf") for ms in options.host_ms), ">= 0", f"Its meaning: {prog} --help")
+    measured = options.cost_table and any(options.host_ms)
+    rule("host_ms", not measured, "0 0 with --cost-table", "The table has it already: leave it out.")
     rule("max_window", 1 <= options.max_window <= MAX_WINDOW, f"1..{MAX_WINDOW}", "No engine verifies a larger one.")
     rule("device", known, f"one of {', '.join(DEVICES)}", "For others measure: specactor profile RECIPE.")
     most = options.devices if options.cost_table else device(options.device).node_devices

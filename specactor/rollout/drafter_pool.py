@@ -207,6 +207,7 @@ class DrafterPool:
                 return
         if hangs:
             _LOG.warning("drafter %d was silent for %g s, and is ended", spec.index, SILENT_LIMIT_S)
+            drafter.kill()
         if (gone_s := self._gone_s[index]) is None:
             self._gone_s[index] = gone_s = now_s
             self._deaths[index] += 1
@@ -229,5 +230,10 @@ class DrafterPool:
                 _LOG.exception("drafter %d could not be started again", spec.index)
                 return
             with self._lock:
-                self.drafters[index] = successor
-                self.restarts += 1
+                if is_taken := spec.engine is not None and spec.engine not in self._free:
+                    self._gone_s[index] = now_s  # its engine has requests again, and it is started later
+                else:
+                    self.drafters[index] = successor
+                    self.restarts += 1
+            if is_taken:
+                successor.kill()

@@ -150,7 +150,10 @@ class RankShards:
 
     def _tensors_of(self, name: str, tensor: Tensor, *, memory: int, at: int) -> Iterator[plan.Held]:
         """Find Hugging Face tensors by converting numbers like weights."""
-        size, columns, cut = tensor.numel(), tensor.shape[-1], self._is_cut(name, tensor)
+        size, cut = tensor.numel(), self._is_cut(name, tensor)
+        if not size:
+            return
+        columns = tensor.shape[-1] if tensor.dim() else 1
         shards, own = (self._spread(name).shards, self._own_place(name)[1]) if cut else (1, 0)
         found: dict[str, list[plan.Index]] = defaultdict(list)
         for digit in plan.digits(shards * size // columns, columns):
@@ -164,7 +167,7 @@ class RankShards:
 
     def _converted(self, name: str, tensor: Tensor, shards: int, digit: plan.Digit) -> Iterator[tuple[str, plan.Index]]:
         rows = shards * tensor.shape[:-1].numel()
-        grid = torch.from_numpy(digit.values).expand(rows, tensor.shape[-1])  # takes no memory
+        grid = torch.from_numpy(digit.values).expand(rows, shards * tensor.numel() // rows)  # takes no memory
         pieces = list(grid.view(shards, *tensor.shape))
         whole = self._bridge._weight_merge_across_tp(name, pieces, tensor) if shards > 1 else pieces[0]
         for hf_name, values in zip(*self._bridge._weight_to_hf_format(name, whole), strict=True):

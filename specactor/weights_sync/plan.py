@@ -133,7 +133,7 @@ def index(slices: Iterable[npt.NDArray[np.integer[Any]]], weight: int = 1, step:
     """Return the runs of a tensor's elements, of which slices have each one's digit, or the whole number."""
     starts, numbers, size = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
     for values in slices:
-        begins = np.flatnonzero(np.concatenate([[True], np.diff(values) != step]))
+        begins = np.flatnonzero(np.concatenate([[True], np.diff(values) != step])[: len(values)])
         starts.append(begins + size)
         numbers.append(values[begins].astype(np.int64) * weight)
         size += len(values)

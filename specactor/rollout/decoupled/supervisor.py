@@ -71,8 +71,12 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         if self.started is None:
             started = super().wait_ready(self.spec.start_timeout_s if timeout_s is None else timeout_s)
             assert isinstance(started, Started)
-            self.started, self.version = started, started.version
+            self._listens(started)
+        assert self.started is not None
         return self.started
+
+    def _listens(self, started: Started) -> None:
+        self.started, self.version = started, started.version
 
     def work(self, *, trace: bool, timeout_s: float = WORK_TIMEOUT_S) -> Work | None:
         """Return what it did since it was asked last, None if too late; `trace`: record spans from now on."""
@@ -123,8 +127,9 @@ class DrafterProcess(ChildProcess[FromDrafter]):
 
     def has_started(self) -> bool:
         """Return whether it listens, without waiting: one that failed to start is left to `wait_ready`."""
-        if self.started is None and isinstance(self.answer_to_start, Started):
-            self.wait_ready()
+        answer = self.answer_to_start
+        if self.started is None and isinstance(answer, Started):
+            self._listens(answer)  # not by `wait_ready`: another thread may end it meanwhile
         return self.started is not None
 
     def hangs(self, limit_s: float) -> bool:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from specactor.config import Config, DraftTrainingConfig
+from specactor.config import Config, DraftTrainingConfig, SpeculationConfig
 from specactor.errors import CheckpointError, PeerFailedError, SpecActorError
 from specactor.parallel.collective import Collective
 from specactor.rollout.drafter_pool import DrafterPool
@@ -296,9 +296,10 @@ class Distillation:
         return min((v for part in self._collective.gather(own, list[int]) for v in part), default=0)
 
 
-def left_behind(checkpoint: Path, draft_model: str) -> str:
+def left_behind(checkpoint: Path, speculation: SpeculationConfig) -> str:
     """Return a note for a run that resumes there without refreshes."""
-    if not draft_model or not (checkpoint / FOLDER).is_dir():
+    draft_model = speculation.first_draft_model
+    if draft_model not in speculation.in_use or not (checkpoint / FOLDER).is_dir():
         return ""
     return (
         f"{checkpoint} holds a draft model that was kept fresh; without refreshes drafts come from {draft_model}. "

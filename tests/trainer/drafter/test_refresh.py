@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from specactor.config import SpeculationConfig
 from specactor.errors import CheckpointError, ConfigError, PeerFailedError
 from specactor.parallel.collective import Collective
 from specactor.rollout import drafter_pool
@@ -204,10 +206,12 @@ def test_long_responses_are_cut_and_long_prompts_are_said_once(collective: Colle
 
 
 def test_a_resume_without_refreshes_says_what_it_leaves_behind(world: World, draft_dir: Path, tmp_path: Path) -> None:
-    assert left_behind(tmp_path, str(draft_dir)) == ""
+    drafts = SpeculationConfig(mode="coupled", drafters=("model",), draft_model=(str(draft_dir),))
+    assert left_behind(tmp_path, drafts) == ""
     world.it.save(tmp_path)
-    assert f"drafts come from {draft_dir}. Set --distillation.refresh" in left_behind(tmp_path, str(draft_dir))
-    assert left_behind(tmp_path, "") == "", "nothing drafts"
+    assert f"drafts come from {draft_dir}. Set --distillation.refresh" in left_behind(tmp_path, drafts)
+    assert left_behind(tmp_path, SpeculationConfig()) == "", "nothing drafts"
+    assert left_behind(tmp_path, replace(drafts, drafters=("suffix",))) == "", "nobody drafts with it"
 
 
 def resumed(world: World, collective: Collective, draft_dir: Path, folder: Path) -> World:
