@@ -181,6 +181,8 @@ def test_wrong_names_and_tables(measured: Path, tmp_path: Path, capsys: pytest.C
     assert "drafters: got ['other'], expected names in the table: ['model', 'suffix']" in capsys.readouterr().err
     assert main(["plan", "--cost-table", str(measured), "--engine-devices", "1", "2"]) == 2
     assert "expected one number with --cost-table" in capsys.readouterr().err
+    assert main(["plan", "--cost-table", str(measured), "--host-ms", "1", "2"]) == 2
+    assert "host_ms: got (1.0, 2.0), expected 0 0 with --cost-table" in capsys.readouterr().err
     (tmp_path / "other.json").write_text("{}")
     assert main(["plan", "--cost-table", str(tmp_path / "other.json")]) == 1
     assert capsys.readouterr().err.startswith("error: cost table: ")

@@ -207,6 +207,8 @@ def test_nobody_waits_while_a_drafter_is_ended_or_started(
             waits = driver.is_alive()
             goes_on.set()
             assert not waits
+            wait_until(lambda: pool._gone_s[0] is not None)
+            assert pool.restarts == 0, "its engine was taken back meanwhile"
             pool.free(4)
             wait_until(lambda: pool.restarts == 1)
         assert pool._deaths == [1]

@@ -249,7 +249,7 @@ def test_a_missing_shard_is_refused() -> None:
 
 def test_a_part_that_is_in_two_cuts_is_refused() -> None:
     """Equal parts of two ranks are one; a whole tensor beside its shards is not."""
-    [tensor] = (plan.held(plan.index([np.arange(8)]), range(8), memory=0, at=0, item_bytes=4),)
+    [tensor] = (plan.held(plan.index([np.arange(8), np.zeros(0)]), range(8), memory=0, at=0, item_bytes=4),)
     [half] = (plan.held(plan.index([np.arange(8)]), range(4), memory=0, at=0, item_bytes=4),)
     whole_one, half_one = Held("x", 32, tensor), Held("x", 32, half)
     assert merged([(1, [whole_one]), (1, [whole_one])], [0, 0], 0) == (whole_one,)
