@@ -32,6 +32,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
 SlurmdTimeout=20
+MinJobAge=3600
 KillWait=5
 MpiDefault=none
 {nodes}
@@ -99,6 +100,10 @@ class SlurmCluster:
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
+
+    def told(self) -> str:
+        """Return the end of the controller's log."""
+        return (self.folder / "slurmctld.log").read_text()[-4000:]
 
     def state(self, job: str) -> str:
         """Return a job's state, and behind a blank its nodes."""

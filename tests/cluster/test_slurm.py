@@ -35,11 +35,11 @@ def submit(cluster: SlurmCluster, base: Path, name: str) -> str:
     return cluster.ask("sbatch", "--parsable", *here, "launch/slurm.sh", *job, cwd=ROOT, **settings)
 
 
-def wait_until(there: Callable[[], bool], what: str, log: Path, limit_s: float = END_S) -> None:
+def wait_until(cluster: SlurmCluster, there: Callable[[], bool], what: str, log: Path, limit_s: float = END_S) -> None:
     deadline = time.monotonic() + limit_s
     while not there():
         output = log.read_text(errors="replace")[-8000:] if log.exists() else "no log"
-        assert time.monotonic() < deadline, f"{what} was not reached:\n{output}"
+        assert time.monotonic() < deadline, f"{what} was not reached:\n{output}\nSlurm: {cluster.told()}"
         time.sleep(0.3)
 
 
@@ -63,23 +63,26 @@ def test_a_job_that_loses_a_node_goes_on_with_another_one_and_a_cancelled_one_le
         return status is not None and status.phase == phase and status.step >= step - 1
 
     job = submit(cluster, base, name)
-    wait_until(lambda: is_at("rollout", 2), "step 2", log)
+    wait_until(cluster, lambda: is_at("rollout", 2), "step 2", log)
     assert cluster.state(job) == "RUNNING n[0-1]"
     cluster.hosts.kill(1)
-    wait_until(lambda: not cluster.state(job).startswith("RUNNING"), "that Slurm notices", log)
+    wait_until(cluster, lambda: not cluster.state(job).startswith("RUNNING"), "that Slurm notices", log)
     wait_until_gone(cluster)
+    wait_until(cluster, lambda: cluster.state(job).startswith("PENDING"), "that it is requeued", log)
     cluster.ask("scontrol", "update", f"jobid={job}", "starttime=now")  # Slurm itself would wait two minutes
-    wait_until(lambda: cluster.state(job).startswith("RUNNING"), "that it is started again", log)
+    wait_until(cluster, lambda: cluster.state(job).startswith("RUNNING"), "that it is started again", log)
     assert cluster.state(job) == "RUNNING n[0,2]"
-    wait_until(lambda: not cluster.state(job).startswith(("RUNNING", "COMPLETING")), "its end", log)
+    wait_until(cluster, lambda: not cluster.state(job).startswith(("RUNNING", "COMPLETING")), "its end", log)
     assert cluster.state(job) == "COMPLETED n[0,2]", log.read_text()
     assert compared(folder) == one_host
     wait_until_gone(cluster)
 
     cancelled = submit(cluster, base, "cancelled")
     folder, log = RunFolder(root=base / "runs" / "cancelled"), base / "cancelled.log"
-    wait_until(lambda: is_at("rollout", 1), "step 1", log)
+    wait_until(cluster, lambda: is_at("rollout", 1), "step 1", log)
     cluster.ask("scancel", cancelled)
     wait_until_gone(cluster)
-    wait_until(lambda: not cluster.state(cancelled).startswith("COMPLETING"), "its end", log)  # after its processes'
+    wait_until(
+        cluster, lambda: not cluster.state(cancelled).startswith("COMPLETING"), "its end", log
+    )  # after its processes'
     assert cluster.state(cancelled).startswith("CANCELLED")
