@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from benchmarks.dialled import Elsewhere, InEngine, Script, Text
@@ -36,7 +36,7 @@ class Played:
     over_off: float
     empty: float  # share of turns without drafts
     tokens: float  # per turn
-    begin: float = 0.0  # tokens/s over plain decoding until a response ends; in one engine per group
+    begin: float = 0.0  # tokens/s over plain decoding until the first response of a group ends; of coupled drafting
 
 
 @dataclass(kw_only=True)
@@ -68,9 +68,9 @@ class Texts:
         self.empty += not draft
         return agreed
 
-    def played(self, setting: Setting, seconds: float) -> Played:
+    def played(self, *, over_off: float, begin: float = 0.0) -> Played:
         emitted = sum(map(len, self.output.values())) - len(self.output)
-        return Played(over_off=off_s(setting) / seconds, empty=self.empty / self.turns, tokens=emitted / self.turns)
+        return Played(over_off=over_off, empty=self.empty / self.turns, tokens=emitted / self.turns, begin=begin)
 
 
 def off_s(setting: Setting) -> float:
@@ -233,7 +233,7 @@ def decoupled(setting: Setting, *, runner_up: float, seed: int = 0) -> Played:
         rows = len(verifier.live) + sum(map(len, verifier.drafts))
         verifier.pass_s = setting.of_group(k).pass_s(len(verifier.live), rows)
         heapq.heappush(due, (now_s + HOST_S + verifier.pass_s, k))
-    return texts.played(setting, now_s - begin_s)
+    return texts.played(over_off=off_s(setting) / (now_s - begin_s))
 
 
 class OnClock(InEngine):
@@ -286,7 +286,7 @@ def coupled(setting: Setting, *, seed: int = 0, with_text: bool = False) -> Play
         turns=sum(t.turns for t in both), empty=sum(t.empty for t in both),
     )  # fmt: skip
     over_off = max(_plain_s(setting, group, of) for group, of in enumerate(both)) / worst_s
-    return replace(merged.played(setting, worst_s), over_off=over_off, begin=begin / _plain_rate(setting))
+    return merged.played(over_off=over_off, begin=begin / _plain_rate(setting))
 
 
 def _plain_s(setting: Setting, group: int, texts: Texts) -> float:

@@ -66,8 +66,7 @@ class SpeculationConfig:
     and ``decoupled``, the second for ``model:2`` and ``decoupled:2``, and so on; one may be an EAGLE-3 head of the
     policy, for drafters ``model`` alone. As the first, ``warm-up``: one layer of the warmed-up policy, distilled on the
     worked solutions of `warmup`, and ``warm-up-head``: a head, likewise. The first alone is kept fresh by
-    `distillation`. One that no drafter names is neither loaded nor made,
-    but beside a class of yours, which may draft with any."""
+    `distillation`. One that no drafter names is neither loaded nor made; a class of yours may draft with any."""
     cost_table: str = ""
     """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs. In mode
     auto the job is also planned by it when it starts: what no plan has is not started."""

@@ -91,7 +91,7 @@ def launcher_store(address: str, port: int) -> Store | None:
     import torch.distributed as dist
 
     # With --max-restarts torchrun keeps its store, and in it the tickets of starts whose ranks failed before they met.
-    # Hosts that it restarted unequally often count apart: until they meet each of them has a report of its own.
+    # Hosts that it restarted unequally often count apart: until they meet one failure may have two reports, or none.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=5))  # type: ignore[attr-defined]

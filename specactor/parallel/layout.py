@@ -118,7 +118,7 @@ def check(config: Config, world: int, shape: ModelShape) -> Layout:
     p = config.parallel
     _check_world(p, world)
     _check_experts(config, shape)
-    _check_dense(config, shape)
+    _check_sizes(config, shape)
     rule = rules_of(config)
     rule(
         "parallel.engines",
@@ -179,7 +179,7 @@ def _check_experts(config: Config, shape: ModelShape) -> None:
     )
 
 
-def _check_dense(config: Config, shape: ModelShape) -> None:
+def _check_sizes(config: Config, shape: ModelShape) -> None:
     p, rule = config.parallel, rules_of(config)
     rule(
         "parallel.tensor",

@@ -41,7 +41,7 @@ class Speculator:
         clock: Callable[[], float],
         decides: bool = True,
     ) -> None:
-        """Args: decides: whether this rank does; on others only `draft` is called."""
+        """Args: decides: whether this rank does; others call neither `decide` nor `learn`."""
         self.config = config
         self.drafters = {drafter.name: drafter for drafter in drafters}
         table = CostTable.read(config.cost_table) if config.cost_table else None
