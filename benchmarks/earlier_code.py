@@ -1,6 +1,6 @@
-"""An earlier commit beside the present code: its contestants take their turns in `speculation_speed`.
+"""An earlier commit beside the present code: contestants of `speculation_speed` in two processes of one kind.
 
-They run in a process of their own, all of whose modules are those of that commit's checkout (`earlier_code_process`).
+All modules of a process are those of its checkout (`earlier_code_process`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,19 @@ from specactor.rollout import warm_starter
 from specactor.types import RolloutRequest
 
 EARLIER = "earlier "  # before the name of a contestant
-NAMES = (AUTO, PLAIN, "off")  # that are compared with their namesakes
+NAMES = (PLAIN, AUTO, "off")  # that are compared with their namesakes; plain decoding in any case
+ROOT = Path(__file__).resolve().parent.parent
 FLOOR = 0.95  # of the earlier code's speed: a cell is worse when its whole interval is below
 END_S = 60.0  # longest wait for the end of its engines
 
 
-class EarlierWay:
-    """A contestant of the earlier code, in an engine's place. Its seconds are taken in its own process."""
+class Way:
+    """A contestant in another process, in an engine's place. Its seconds are taken there."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
         self.name = name
         self.played_s = 0.0
         self._process = process
-
-    def clock(self, engine: object) -> float:
-        return self.played_s
 
     def generate(self, requests: Sequence[RolloutRequest], timeout_s: float) -> list[Emitted]:
         order = Order(way=self.name, requests=list(requests), timeout_s=timeout_s)
@@ -50,9 +48,9 @@ class EarlierWay:
 
 
 @contextmanager
-def earlier_ways(
-    checkout: Path, models: Models, batch: int, folder: Path, names: Sequence[str], *, processor_time: bool
-) -> Iterator[list[EarlierWay]]:
+def ways_of(
+    checkout: Path, models: Models, batch: int, folder: Path, names: Sequence[str], processor_time: bool
+) -> Iterator[list[Way]]:
     """Its engines run until the end of the context. Raises SystemExit when they do not start."""
     folder.mkdir()
     environment = {name: value for name, value in os.environ.items() if name != warm_starter.NAME}
@@ -60,7 +58,7 @@ def earlier_ways(
     clock = "processor" if processor_time else "clock"
     process = subprocess.Popen(
         # safe path: else this folder's modules would hide others of their names
-        [sys.executable, "-P", program, models.target, models.draft, str(batch), folder, clock, *names],
+        [sys.executable, "-P", program, models.target, models.draft, models.head, str(batch), folder, clock, *names],
         cwd=checkout,
         env=environment | {"PYTHONPATH": str(checkout.resolve())},
         stdin=subprocess.PIPE,
@@ -69,9 +67,9 @@ def earlier_ways(
     try:
         imported = Path(_line(process).decode().strip())
         if not imported.is_relative_to(checkout.resolve()):
-            raise SystemExit(f"--old: got {checkout}, but its process has imported {imported}")
+            raise SystemExit(f"{checkout}: its process has imported {imported}")
         _line(process)  # its engines are ready
-        yield [EarlierWay(name, process) for name in names]
+        yield [Way(name, process) for name in names]
     finally:
         assert process.stdin is not None
         process.stdin.close()  # which ends it
@@ -84,7 +82,7 @@ def earlier_ways(
 def _line(process: subprocess.Popen[bytes]) -> bytes:
     assert process.stdout is not None
     if not (line := process.stdout.readline()):
-        raise SystemExit("--old: the process of the earlier code has ended, see above")
+        raise SystemExit("--old: the process of a checkout has ended, see above")
     return line
 
 

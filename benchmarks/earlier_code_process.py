@@ -1,6 +1,6 @@
 """Process of `earlier_code`: contestants of the checkout in PYTHONPATH play what they are told to.
 
-Only this file is of the present code. What it uses of `benchmarks` and `specactor` is there in both.
+This file is of the present code. What it uses of `benchmarks` and `specactor` is there in both.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ def main() -> None:
     from benchmarks import speculation_speed as speed  # which imports this file where it is the present one
     from benchmarks.trained_models import Models
 
-    target, draft, batch, folder, clock, *names = sys.argv[1:]
+    target, draft, head, batch, folder, clock, *names = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what is printed must not stand between answers
     answers.write(f"{specactor.__file__}\n".encode())
-    models = Models(target=Path(target), draft=Path(draft))
+    with_head = {"head": Path(head)} if "head" in Models.__dataclass_fields__ else {}  # which earlier code lacks
+    models = Models(target=Path(target), draft=Path(draft), **with_head)
     with speed.contestants(models, int(batch), Path(folder), names) as players:
         ways = {player.name: player for player in players}
         answers.write(b"ready\n")

@@ -39,11 +39,11 @@ def attentions(context: int, rows: int, requests: int = REQUESTS) -> tuple[Calla
     readers = torch.arange(requests).repeat_interleave(rows)
     seen = (torch.arange(rows) + context - rows + 1).repeat(requests)
     group = HEADS // KV_HEADS
-    slots, bias = ops.key_slots(table, readers, seen, int(seen.max()), queries=group)
+    runs = ops.runs(table, readers, seen, queries=group)
     tiles = ops.tiles(table, readers, seen, queries=group)
     scale = HEAD_DIM**-0.5
     return (
-        lambda: ops.decode_attention(q, k, v, slots, bias, scale),
+        lambda: ops.decode_attention(q, k, v, runs, scale),
         lambda: ops.tile_attention(q, k, v, tiles, scale),
     )
 

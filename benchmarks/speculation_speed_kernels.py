@@ -271,7 +271,8 @@ def decode_attention_cpu(
         keys[slots] = new_keys.view(-1, *keys.shape[1:])
         values[slots] = new_values.view(-1, *values.shape[1:])
     where, bias = _slots(table, rows, lengths, 1)
-    output.copy_(sglang_ops.decode_attention(query, keys, values, where, bias, scale))
+    part = sglang_ops.Runs(where, [(slice(0, len(rows)), bias)])
+    sglang_ops.decode_attention(query, keys, values, [part], scale, output)
 
 
 def extend_attention_cpu(

@@ -75,16 +75,11 @@ def _install_attention() -> None:
                 self._place(forward_batch)
 
         def _place(self, batch: Any) -> None:
-            self._slots, self._bias = sglang_ops.key_slots(
-                self.req_to_token_pool.req_to_token,
-                batch.req_pool_indices,
-                batch.seq_lens,
-                longest=int(batch.seq_lens.max()),
-                queries=self._queries,
-            )
+            table = self.req_to_token_pool.req_to_token
+            self._runs = sglang_ops.runs(table, batch.req_pool_indices, batch.seq_lens, queries=self._queries)
 
-        def _attend(self, query: Any, k_cache: Any, v_cache: Any, scale: float) -> Any:
-            return sglang_ops.decode_attention(query, k_cache, v_cache, self._slots, self._bias, scale)
+        def _attend(self, query: Any, k_cache: Any, v_cache: Any, scale: float, output: Any) -> None:
+            sglang_ops.decode_attention(query, k_cache, v_cache, self._runs, scale, output)
 
         def _run_sdpa_forward_decode(
             self, query: Any, output: Any, k_cache: Any, v_cache: Any, *args: Any, **kw: Any
@@ -92,7 +87,7 @@ def _install_attention() -> None:
             window = kw["sliding_window_size"]
             if not self._batched or window is not None or query.dtype != k_cache.dtype:
                 return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *args, **kw)
-            output.copy_(self._attend(query, k_cache, v_cache, kw["scaling"]))
+            self._attend(query, k_cache, v_cache, kw["scaling"], output)
             return output
 
     ATTENTION_BACKENDS["torch_native"] = BatchedAttention
@@ -105,8 +100,8 @@ def _tiled(batched: Any) -> type:
             table = self.req_to_token_pool.req_to_token
             self._tiles = sglang_ops.tiles(table, batch.req_pool_indices, batch.seq_lens, queries=self._queries)
 
-        def _attend(self, query: Any, k_cache: Any, v_cache: Any, scale: float) -> Any:
-            return sglang_ops.tile_attention(query, k_cache, v_cache, self._tiles, scale)
+        def _attend(self, query: Any, k_cache: Any, v_cache: Any, scale: float, output: Any) -> None:
+            output.copy_(sglang_ops.tile_attention(query, k_cache, v_cache, self._tiles, scale))
 
     return TiledAttention
 

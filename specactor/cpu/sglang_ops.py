@@ -24,9 +24,11 @@ KEY_BLOCK = 16  # numbers of keys are rounded up to a multiple of this
 LONG_KEY_BLOCK = 512  # the same where sums are split: as many as PyTorch's kernel attends to at once
 SHORT_KEYS = 128  # so few are one sum in every product; more than 192 were split in halves (AVX-512, MKL)
 KEYS_OF_FEW = 256  # so few in products of two or three queries
-ROWS_AT_ONCE = 64
-"""Requests whose keys are gathered together. More leave the cache, and their memory is allocated anew at every layer:
-576 rows of 64 keys took 16.5 ms in one piece and 3.2 ms in pieces."""
+KEYS_AT_ONCE = 4096
+"""Keys that are gathered together. More leave the cache, and their memory is allocated anew at every layer: 576 rows of
+64 keys took 16.5 ms in one piece and 3.2 ms in pieces."""
+FEW_KEYS = 1024  # so few are gathered again for each row: one product takes less time than several
+TILES_AT_ONCE = 8  # whose keys are gathered together
 TILE = 8  # rows of a tile: a request's last token and seven drafts
 
 _Words = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
@@ -110,30 +112,72 @@ def key_slots(
     slots_BL = req_to_token[req_pool_indices, :width].long()
     if width < num_keys:
         slots_BL = functional.pad(slots_BL, (0, num_keys - width))
-    padding_BL = torch.arange(num_keys)[None, :] >= seq_lens[:, None]
-    bias_BL = torch.zeros(padding_BL.shape).masked_fill_(padding_BL, float("-inf"))
-    return slots_BL.masked_fill_(padding_BL, 0).view(-1), bias_BL[:, None, None, :]
+    bias = _hiding(num_keys, seq_lens)
+    return slots_BL.masked_fill_(bias[:, 0, 0] != 0, 0).view(-1), bias
 
 
-def decode_attention(q_BHD: Tensor, k_SND: Tensor, v_SND: Tensor, slots: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Attend from one new token per request, q [B, H, D], to its own keys in the pool, k and v [S, N, D], as
-    `key_slots` gives them. Returns [B, H, Dv]."""
-    batch, num_heads, _ = q_BHD.shape
-    if batch > ROWS_AT_ONCE:
-        width = bias.shape[-1]
-        out_BHD = q_BHD.new_empty(batch, num_heads, v_SND.shape[2])
-        for first in range(0, batch, ROWS_AT_ONCE):
-            part = slice(first, first + ROWS_AT_ONCE)
-            keys = slots[first * width : (first + ROWS_AT_ONCE) * width]
-            out_BHD[part] = decode_attention(q_BHD[part], k_SND, v_SND, keys, bias[part], scale)
-        return out_BHD
-    num_kv_heads = k_SND.shape[1]
-    k_BNLD = k_SND.index_select(0, slots).view(batch, -1, num_kv_heads, k_SND.shape[2]).transpose(1, 2)
-    v_BNLD = v_SND.index_select(0, slots).view(batch, -1, num_kv_heads, v_SND.shape[2]).transpose(1, 2)
-    # The query heads that share a key head are that head's queries.
-    q_BNGD = q_BHD.view(batch, num_kv_heads, num_heads // num_kv_heads, -1)
-    out_BNGD = functional.scaled_dot_product_attention(q_BNGD, k_BNLD, v_BNLD, attn_mask=bias, scale=scale)
-    return out_BNGD.reshape(batch, num_heads, v_SND.shape[2])
+@dataclass(frozen=True)
+class Runs:
+    """Runs of rows that read through the same page-table row; the keys of each of the B runs are gathered once."""
+
+    slots: Tensor  # [B * L] of the KV pool
+    places: Sequence[tuple[Tensor | slice, Tensor]]
+    """The first row of every run, the second where there is one, and so on: numbers of rows [b] in the batch, and bias
+    [b, 1, 1, L], 0 for keys that the row sees. Longer runs come first."""
+
+
+def runs(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, queries: int) -> list[Runs]:
+    """Return the rows of a batch, in runs of consecutive ones. Args: queries = H / N."""
+    count, longest = len(req_pool_indices), int(seq_lens.max())
+    begins_R = functional.pad(req_pool_indices[1:] != req_pool_indices[:-1], (1, 0), value=True)
+    if count * longest <= FEW_KEYS or (count * longest <= KEYS_AT_ONCE and bool(begins_R.all())):
+        slots, bias = key_slots(req_to_token, req_pool_indices, seq_lens, longest, queries=queries)
+        return [Runs(slots, [(slice(count), bias)])]
+    first_B = begins_R.nonzero().view(-1)
+    size_B = functional.pad(first_B, (0, 1), value=count).diff()
+    longest_B = seq_lens.new_zeros(len(first_B)).scatter_reduce(0, begins_R.cumsum(0) - 1, seq_lens, "amax")
+    parts = []
+    for order in torch.split(size_B.argsort(descending=True, stable=True), max(1, KEYS_AT_ONCE // longest)):
+        firsts, sizes, lengths = first_B[order], size_B[order], longest_B[order]
+        slots, bias = key_slots(req_to_token, req_pool_indices[firsts], lengths, int(lengths.max()), queries=queries)
+        first, last, step = int(firsts[0]), int(firsts[-1]), int(sizes[0])
+        if step == int(sizes[-1]) and last - first == (len(firsts) - 1) * step:  # runs of one length, side by side
+            rows: list[Tensor | slice] = [slice(first + place, last + place + 1, step) for place in range(step)]
+        else:
+            rows = [firsts[: int((sizes > place).sum())] + place for place in range(step)]
+        biases = [bias] if step == 1 else [_hiding(bias.shape[-1], seq_lens[of]) for of in rows]
+        parts.append(Runs(slots, list(zip(rows, biases, strict=True))))
+    return parts
+
+
+def _hiding(num_keys: int, seen_B: Tensor) -> Tensor:
+    """Return bias [B, 1, 1, L]: 0 for the first keys, as many as are seen, and -inf for others."""
+    hidden_BL = torch.arange(num_keys) >= seen_B[:, None]
+    return torch.zeros(hidden_BL.shape).masked_fill_(hidden_BL, float("-inf"))[:, None, None]
+
+
+def decode_attention(
+    q_RHD: Tensor, k_SND: Tensor, v_SND: Tensor, parts: Sequence[Runs], scale: float, out: Tensor | None = None
+) -> Tensor:
+    """Attend from each row to its own keys in the pool, k and v [S, N, D]. Returns [R, H, Dv], in `out` if given.
+
+    A row's bits depend on nothing else in its run: each has a product of its own, with keys in their order.
+    """
+    num_heads, num_kv_heads = q_RHD.shape[1], k_SND.shape[1]
+    out_RHD = q_RHD.new_empty(len(q_RHD), num_heads, v_SND.shape[2]) if out is None else out
+    for part in parts:
+        size = len(part.places[0][1])  # B
+        k_BNLD = k_SND.index_select(0, part.slots).view(size, -1, num_kv_heads, k_SND.shape[2]).transpose(1, 2)
+        v_BNLD = v_SND.index_select(0, part.slots).view(size, -1, num_kv_heads, v_SND.shape[2]).transpose(1, 2)
+        for rows, bias in part.places:
+            count = len(bias)
+            # The query heads that share a key head are that head's queries.
+            q_BNGD = q_RHD[rows].view(count, num_kv_heads, num_heads // num_kv_heads, -1)
+            out_BNGD = functional.scaled_dot_product_attention(
+                q_BNGD, k_BNLD[:count], v_BNLD[:count], attn_mask=bias, scale=scale
+            )
+            out_RHD[rows] = out_BNGD.reshape(count, num_heads, -1)
+    return out_RHD
 
 
 @dataclass(frozen=True)
@@ -164,8 +208,8 @@ def tiles(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, q
     lengths_TP = torch.ones(num_tiles, TILE, dtype=torch.long)
     lengths_TP[tile_R, place_R] = seq_lens.long()
     parts = []
-    at_once = ROWS_AT_ONCE // TILE
-    for rows, lengths in zip(torch.split(rows_TP, at_once), torch.split(lengths_TP, at_once), strict=True):
+    pieces = (torch.split(of_TP, TILES_AT_ONCE) for of_TP in (rows_TP, lengths_TP))
+    for rows, lengths in zip(*pieces, strict=True):
         longest_T = lengths.amax(1)
         readers = req_pool_indices[rows[:, 0]]
         slots, _ = key_slots(req_to_token, readers, longest_T, int(longest_T.max()), queries=TILE * queries)

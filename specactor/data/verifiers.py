@@ -244,7 +244,8 @@ class MathAnswers:
     whose alarm ends it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, question_s: int = MATH_QUESTION_S) -> None:
+        self._question_s = question_s
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._owner = 0  # process that started the child; after a fork the other process starts its own
@@ -267,7 +268,7 @@ class MathAnswers:
             try:
                 child.stdin.write(json.dumps(question).encode() + b"\n")
                 child.stdin.flush()
-                line = _read_line(child, MATH_QUESTION_S + 5.0)
+                line = _read_line(child, self._question_s + 5.0)
             except BrokenPipeError:
                 line = b""
             if line:
@@ -283,7 +284,7 @@ class MathAnswers:
     def _running_child(self) -> subprocess.Popen[bytes]:
         if self._child is not None and self._owner == os.getpid():
             return self._child
-        command = [sys.executable, "-m", "specactor.data.verifiers"]
+        command = [sys.executable, "-m", "specactor.data.verifiers", str(self._question_s)]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._owner = os.getpid()
         if not _read_line(self._child, MATH_START_S):
@@ -323,7 +324,7 @@ def _read_line(child: subprocess.Popen[bytes], timeout_s: float) -> bytes:
     return line[:-1]
 
 
-def serve_math() -> None:
+def serve_math(question_s: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, in the midst of C code too
     resource.setrlimit(resource.RLIMIT_AS, (MATH_MEMORY_BYTES, MATH_MEMORY_BYTES))
@@ -333,7 +334,7 @@ def serve_math() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         question: dict[str, str] = json.loads(line)  # half surrogate pairs included, which msgspec refuses
-        signal.alarm(MATH_QUESTION_S)
+        signal.alarm(question_s)
         answer = parse(_as_math(question["answer"]), fallback_mode="no_fallback", parsing_timeout=None)
         good = bool(answer)
         if good and "response" in question:
@@ -352,4 +353,4 @@ MATH_ANSWERS = MathAnswers()  # the child is started by the first question of a 
 atexit.register(MATH_ANSWERS.close)
 
 if __name__ == "__main__":
-    serve_math()
+    serve_math(int(sys.argv[1]))

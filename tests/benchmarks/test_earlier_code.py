@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import earlier_code
-from benchmarks.earlier_code import EARLIER, EarlierWay, table, verdict
+from benchmarks.earlier_code import EARLIER, Way, table, verdict
 from benchmarks.earlier_code_process import Emitted
 from benchmarks.speculation_speed_table import Cell
 from specactor.types import RolloutRequest, SamplingParams
@@ -39,11 +39,11 @@ def upside_down(one: Cell, other: Cell) -> list[float]:
 def test_what_is_compared_was_measured_in_one_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = cells("auto", 1, 1.5) + cells("auto", 4, 0.6) + cells("plain", 1, 1.0) + cells("plain", 4, 1.0)
     right = (
-        ("model", "step", "batch", "auto", "plain"),
+        ("model", "step", "batch", "plain", "auto"),
         [
-            ["B", "warm", "1", "1.500 (1.500-1.500)", "1.000 (1.000-1.000)"],
-            ["B", "warm", "4", "0.600 (0.600-0.600)", "1.000 (1.000-1.000)"],
-            ["geometric mean", "", "", "0.949 (0.949-0.949)", "1.000 (1.000-1.000)"],
+            ["B", "warm", "1", "1.000 (1.000-1.000)", "1.500 (1.500-1.500)"],
+            ["B", "warm", "4", "1.000 (1.000-1.000)", "0.600 (0.600-0.600)"],
+            ["geometric mean", "", "", "1.000 (1.000-1.000)", "0.949 (0.949-0.949)"],
         ],
     )
     assert table(measured) == right
@@ -81,7 +81,7 @@ def requests(names: Sequence[str]) -> list[RolloutRequest]:
 
 def test_seconds_are_those_of_the_process_and_its_end_is_told() -> None:
     with subprocess.Popen([sys.executable, "-c", PLAYER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        way = EarlierWay("auto ", process)
+        way = Way("auto ", process)
         assert way.generate(requests("ab"), timeout_s=9.0) == [Emitted("auto a", (5, 6)), Emitted("auto b", (5, 6))]
         assert way.played_s == 2.5
         with pytest.raises((SystemExit, BrokenPipeError)):

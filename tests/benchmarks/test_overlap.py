@@ -22,6 +22,7 @@ def _short(warm_starter: WarmStarter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "TOKENS", 32)
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("_short")
 def test_a_small_run_writes_its_page(tmp_path: Path) -> None:
     """SystemExit if a token was read before it was there: each depends on the one before."""
@@ -29,6 +30,7 @@ def test_a_small_run_writes_its_page(tmp_path: Path) -> None:
     assert (tmp_path / "overlap.md").read_text().startswith("# Plain rounds launched ahead")
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("_short")
 def test_a_loop_that_does_not_wait_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "NOBODY", "tests.benchmarks.overlap_unwaited:Nobody")

@@ -98,10 +98,15 @@ class Pool:
         self.req_to_token = (torch.randperm(slots - 1)[: len(lengths) * width] + 1).view(len(lengths), width).int()
 
     def attend(self, rows: torch.Tensor, longest: int | None = None) -> torch.Tensor:
+        """Each row with its own keys, gathered beside those of a request that has `longest`."""
         lengths = self.lengths[rows]
         queries = self.q.shape[1] // KV_HEADS
         slots, bias = ops.key_slots(self.req_to_token, rows, lengths, longest or int(lengths.max()), queries=queries)
-        return ops.decode_attention(self.q[rows], self.k, self.v, slots, bias, 0.3)
+        return ops.decode_attention(self.q[rows], self.k, self.v, [ops.Runs(slots, [(slice(None), bias)])], 0.3)
+
+    def attend_in_runs(self, q: torch.Tensor, readers: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        parts = ops.runs(self.req_to_token, readers, seen, queries=self.q.shape[1] // KV_HEADS)
+        return ops.decode_attention(q, self.k, self.v, parts, 0.3)
 
 
 def test_decode_attention_equals_softmax_of_scores() -> None:
@@ -121,11 +126,35 @@ def test_attention_gives_the_same_bits_in_any_company() -> None:
     for b, n in enumerate(pool.lengths.tolist()):
         assert torch.equal(pool.attend(torch.tensor([b]))[0], together[b])
         assert torch.equal(pool.attend(torch.tensor([b]), longest=n + 100)[0], together[b])
-    many = pool.attend(torch.arange(8).repeat(25))  # in several pieces, the last one smaller
+    readers = torch.arange(8).repeat(25)  # in several pieces, the last one smaller
+    assert len(readers) * 90 > 4 * ops.KEYS_AT_ONCE
+    many = pool.attend_in_runs(pool.q[readers], readers, pool.lengths[readers])
     assert torch.equal(many, together.repeat(25, 1, 1))
-    slots, bias = ops.key_slots(pool.req_to_token, torch.arange(8), pool.lengths + 1, 91, queries=2)
-    wrong = ops.decode_attention(pool.q, pool.k, pool.v, slots, bias, 0.3)
+    wrong = pool.attend_in_runs(pool.q, torch.arange(8), pool.lengths + 1)
     assert not torch.equal(wrong, together), "one key too many must show"
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4, 8, 16])
+def test_a_row_has_the_same_bits_in_runs_of_any_length(queries: int) -> None:
+    """As many as there are requests, of 1 to 9 rows, some of which read through another page-table row."""
+    lengths = [12, 30, 63, 64, 100, 127, 129, 190, 257, 511, 513, 700, 1030] * 6
+    pool = Pool(lengths, heads=queries * KV_HEADS)
+    torch.manual_seed(5)
+    sizes = torch.randint(1, 10, (len(lengths),))
+    readers = torch.arange(len(lengths)).repeat_interleave(sizes)
+    seen = pool.lengths[readers] - torch.randint(0, 9, readers.shape)  # not in order: trees have branches
+    other = torch.rand(readers.shape) < 0.1
+    readers[other] = torch.randint(0, len(lengths), (int(other.sum()),))
+    seen = torch.minimum(seen, pool.lengths[readers])
+    q = torch.randn(len(readers), *pool.q.shape[1:])
+    together = pool.attend_in_runs(q, readers, seen)
+    for row in range(len(readers)):
+        alone = pool.attend_in_runs(q[row : row + 1], readers[row : row + 1], seen[row : row + 1])[0]
+        assert torch.equal(alone, together[row]), row
+    first = seen.clone()
+    first[0] += 1
+    changed = (pool.attend_in_runs(q, readers, first) != together).flatten(1).any(1)
+    assert changed.nonzero().view(-1).tolist() == [0], "a key too many changes its own row alone"
 
 
 @pytest.mark.parametrize("queries", [1, 2, 4, 8, 16])
@@ -173,7 +202,7 @@ def test_rows_of_a_tile_read_one_row_of_the_page_table_and_no_more_keys_than_the
         [12, *[none] * 7],
     ]
     q = torch.randn(len(owner), HEADS, HEAD_DIM)
-    want = ops.decode_attention(q, pool.k, pool.v, *ops.key_slots(pool.req_to_token, owner, seen, 88, queries=2), 0.3)
+    want = pool.attend_in_runs(q, owner, seen)
     torch.testing.assert_close(ops.tile_attention(q, pool.k, pool.v, [part], 0.3), want, atol=1e-5, rtol=1e-5)
 
 

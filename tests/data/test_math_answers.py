@@ -20,7 +20,7 @@ SLOW = r"\boxed{9^{9^{9^{9}}}}"
 
 @pytest.fixture(scope="module")
 def answers() -> Iterator[MathAnswers]:
-    asked = MathAnswers()
+    asked = MathAnswers(question_s=2)
     yield asked
     asked.close()
 

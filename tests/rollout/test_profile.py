@@ -215,6 +215,7 @@ def profiled(config: Config, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return written, printed.read_text()
 
 
+@pytest.mark.deep
 def test_the_table_of_a_real_engine_is_whole(profiled: tuple[Path, str], config: Config, model_dir: str) -> None:
     file, _ = profiled
     assert file == Path(config.output_dir) / "quickstart_plain" / "costs.json"
@@ -233,6 +234,7 @@ def test_the_table_of_a_real_engine_is_whole(profiled: tuple[Path, str], config:
     assert 1e-7 < table.draft_s("suffix", 1, 1) < table.draft_s("model", 1, 1)  # a pass of a model takes longer
 
 
+@pytest.mark.deep
 def test_the_drafter_process_of_the_recipe_is_in_it(profiled: tuple[Path, str]) -> None:
     process = CostTable.from_json(profiled[0].read_bytes()).process
     assert process is not None
@@ -243,6 +245,7 @@ def test_the_drafter_process_of_the_recipe_is_in_it(profiled: tuple[Path, str]) 
     assert set(process.ahead_s.requests) <= {1, 2, 4, 8, 10}
 
 
+@pytest.mark.deep
 def test_what_is_printed_has_the_tables_error_and_its_use(profiled: tuple[Path, str]) -> None:
     file, text = profiled
     assert "median error" in text
@@ -250,6 +253,7 @@ def test_what_is_printed_has_the_tables_error_and_its_use(profiled: tuple[Path, 
     assert "\x1b" not in text
 
 
+@pytest.mark.deep
 def test_speculation_reads_it(profiled: tuple[Path, str]) -> None:
     speculator = Speculator(SpeculationConfig(mode="auto", cost_table=str(profiled[0])), [], clock=time.perf_counter)
     assert speculator.costs.table == CostTable.from_json(profiled[0].read_bytes())

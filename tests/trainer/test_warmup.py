@@ -13,24 +13,28 @@ from specactor.config.speculation import MADE_BY_WARM_UP
 from specactor.errors import ConfigError
 from specactor.recipes import load
 from tests.lib.ranks import make_tiny, run_ranks
+from tests.trainer.conftest import has_deep
 
 WANTED: tuple[str, ...] = ("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model")
 WANTED += ("--rollout.speculation.draft-model", "warm-up")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of every kind of draft model, made by the same two ranks."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of the kinds of draft models that are asked for, made by the same two ranks."""
+    kinds = MADE_BY_WARM_UP if has_deep(request) else MADE_BY_WARM_UP[:1]
     folder = tmp_path_factory.mktemp("warm-up")
     tiny = load(["quickstart"]).model.tiny
     assert tiny is not None
     make_tiny(replace(tiny, num_layers=2), folder / "policy")
-    run_ranks(2, "tests.trainer.warmup_script", folder, *WANTED[:-1], folder=folder)
+    run_ranks(2, "tests.trainer.warmup_script", folder, " ".join(kinds), *WANTED[:-1], folder=folder)
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found | {"folder": folder}
 
 
-@pytest.mark.parametrize("kind", MADE_BY_WARM_UP)
+@pytest.mark.parametrize(
+    "kind", [MADE_BY_WARM_UP[0], *(pytest.param(kind, marks=pytest.mark.deep) for kind in MADE_BY_WARM_UP[1:])]
+)
 def test_a_draft_model_is_made_once_and_knows_the_worked_solutions(results: dict[str, Any], kind: str) -> None:
     found = results[kind]
     first, second = found["folders"]

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from rich.console import Console
 
-from specactor.config.speculation import MADE_BY_WARM_UP, WARM_UP_HEAD
+from specactor.config.speculation import WARM_UP_HEAD
 from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
 from specactor.parallel.collective import Collective
@@ -23,12 +23,12 @@ from specactor.trainer.drafter.buffer import example_from
 from specactor.trainer.drafter.head import Eagle3Start
 
 
-def main(root: Path, *wanted: str) -> None:
-    """Args: a folder with a policy; settings, up to those that name the draft model."""
+def main(root: Path, kinds: str, *wanted: str) -> None:
+    """Args: a folder with a policy; kinds of draft models; settings, up to those that name the draft model."""
     dist.init_process_group("gloo")
     warmup.DRAFT_LIMIT_S, warmup.DRAFT_BATCHES = 600.0, 8  # however busy the machine is
     warmup.DRAFT_UPDATES, warmup.HEAD_UPDATES = 80, 40
-    found = {kind: about(root, kind, *wanted, kind) for kind in MADE_BY_WARM_UP}
+    found = {kind: about(root, kind, *wanted, kind) for kind in kinds.split()}
     if dist.get_rank() == 0:
         Path(root, "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()

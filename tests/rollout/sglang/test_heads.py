@@ -150,6 +150,7 @@ def test_keys_of_what_was_rejected_are_forgotten(
     assert (counts.accepted >= 0.998 * accepted_if_right(requests, window=8)) == right
 
 
+@two_ranks_are_deep("knowing")
 def test_a_push_changes_drafts_and_no_token(
     knowing: Engine, toy: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -227,6 +227,7 @@ def test_any_draft_model_changes_no_token(strangers: Engine, other_dir: str, win
     assert counts.failures == 0
 
 
+@two_ranks_are_deep("strangers")
 def test_memory_for_keys_and_values_is_shared_with_the_draft_model(strangers: Engine, other_dir: str) -> None:
     configure(strangers, shared(other_dir, 3))  # which makes the rank call known
     for answer in strangers.rank_call("probe.kv_bytes", b"", timeout_s=60):
@@ -245,6 +246,7 @@ def counts_by_drafter(engine: Engine) -> dict[str, Counts]:
     return msgspec.json.decode(engine.rank_call(REPORT, b"", timeout_s=60)[0], type=dict[str, Counts])
 
 
+@two_ranks_are_deep("strangers")
 def test_requests_of_one_round_have_drafts_of_text_or_of_the_model(strangers: Engine, other_dir: str) -> None:
     requests = batch_of_all_kinds()
     configure(strangers, OFF)

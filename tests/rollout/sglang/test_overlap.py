@@ -74,6 +74,7 @@ def test_overlap_changes_nothing(speculating: Engine) -> None:
     assert run(speculating, AUTO, batch(), overlap=False) == expected
 
 
+@two_ranks_are_deep("started")
 def test_switched_in_the_middle(speculating: Engine) -> None:
     """Drafting, plain and plain without overlap follow each other while requests run."""
     requests = [request(i, new=100, ignore_eos=i % 3 != 0) for i in range(12)]
@@ -90,6 +91,7 @@ def test_switched_in_the_middle(speculating: Engine) -> None:
     assert facts(answers) == expected
 
 
+@two_ranks_are_deep("started")
 def test_half_as_many_requests_are_soon_decided_for(speculating: Engine) -> None:
     """However many plain rounds were promised to all of them, on all ranks in the same round; not before half of them
     have ended."""
@@ -109,6 +111,7 @@ def test_half_as_many_requests_are_soon_decided_for(speculating: Engine) -> None
     assert [i for i in decided if half <= i <= half + SOON] != []
 
 
+@two_ranks_are_deep("started")
 def test_tokens_are_read_on_the_device(speculating: Engine) -> None:
     expected = run(speculating, OFF, batch(), overlap=False)
     probe(speculating, "break_with", "reads_tokens_of_the_host")
@@ -136,6 +139,7 @@ def test_what_a_request_leaves_in_the_cache(speculating: Engine) -> None:
     assert found != expected[0]
 
 
+@two_ranks_are_deep("started")
 def test_a_round_with_drafts_waits(speculating: Engine) -> None:
     requests = [request(i, new=40) for i in range(12)]
     expected = run(speculating, OFF, requests, overlap=False)
@@ -168,6 +172,7 @@ def test_a_full_pool(speculating: Engine) -> None:
     assert thrown_out(overlap=True)[1] > 0
 
 
+@two_ranks_are_deep("started")
 def test_weights_change_between_two_rounds(speculating: Engine) -> None:
     """What comes in finds no round under way: the next token is the new weights'."""
     wanted = [request(0, new=100)]
@@ -201,6 +206,7 @@ def test_weights_change_between_two_rounds(speculating: Engine) -> None:
     assert facts(answers) != expected(held)
 
 
+@two_ranks_are_deep("started")
 def test_an_abort_ends_with_the_tokens_that_there_are(speculating: Engine) -> None:
     requests = [request(i, new=100) for i in range(6)]
     expected = run(speculating, OFF, requests, overlap=False)
@@ -228,6 +234,7 @@ def traced(engine: Engine, requests: Sequence[RolloutRequest], *, overlap: bool)
     return sum(int(s.details["rounds"]) for s in spans if s.name == "plain")
 
 
+@two_ranks_are_deep("started")
 def test_rounds_are_traced_once(speculating: Engine) -> None:
     """Where requests end by their lengths there are as many as without overlap: none is launched for nobody."""
     requests = [request(i, new=20 + 5 * i) for i in range(4)]

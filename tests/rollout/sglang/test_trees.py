@@ -116,6 +116,7 @@ def test_trees_change_nothing(engine: Engine, plain: list[Trajectory], window: i
         assert all(a <= d for a, d in zip(of.accepted_at, of.drafted_at, strict=True))
 
 
+@two_ranks_are_deep("engine")
 def test_branches_are_accepted_in_batches_of_all_kinds(engine: Engine, plain: list[Trajectory], witness: Path) -> None:
     few = batch()[:24]
     assert differing(run(engine, trees("witnessed"), few), plain[:24]) == set()
@@ -197,6 +198,7 @@ def cached_error(engine: Engine, plain: list[Trajectory], name: str) -> float:
     )
 
 
+@two_ranks_are_deep("engine")
 def test_the_cache_holds_keys_of_committed_tokens(engine: Engine, plain: list[Trajectory]) -> None:
     assert cached_error(engine, plain, RIGHT) < 1e-5
 
@@ -222,6 +224,7 @@ def test_a_draft_model_finds_its_keys_after_branches_were_accepted(
     assert (counts["model"].accepted >= 0.998 * counts["model"].drafted) == right
 
 
+@two_ranks_are_deep("engine")
 def test_no_wrong_version_left_anything_behind(engine: Engine, plain: list[Trajectory]) -> None:
     assert differing(run(engine, trees(RIGHT)), plain) == set()
     assert report(engine)["second"].accepted > 0
