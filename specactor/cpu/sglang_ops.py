@@ -27,7 +27,7 @@ KEYS_OF_FEW = 256  # so few in products of two or three queries
 KEYS_AT_ONCE = 4096
 """Keys that are gathered together. More leave the cache, and their memory is allocated anew at every layer: 576 rows of
 64 keys took 16.5 ms in one piece and 3.2 ms in pieces."""
-FEW_KEYS = 1024  # so few are gathered again for each row: one product takes less time than several
+FEW_KEYS = 512  # so few are gathered again for each row: one product takes less time than several
 TILES_AT_ONCE = 8  # whose keys are gathered together
 TILE = 8  # rows of a tile: a request's last token and seven drafts
 
