@@ -89,10 +89,9 @@ def verdict(found: dict[tuple[int, int], list[Pair]]) -> str:
         plain.append(f"{context}: {median(once for _, once in found[context, 1]):.2f}")
     best = max(ratios, key=lambda at: median(ratios[at]))
     return (
-        "Keys that are gathered once per request are faster than those gathered for each row from these rows per "
-        f"request on, by context: {'; '.join(wins)}. At best they are {median(ratios[best]):.2f} times as fast "
-        f"({best[1]} rows of {best[0]} tokens). A plain round has one row per request, and does the same either way: "
-        f"ms, by context: {'; '.join(plain)}."
+        "Attention whose keys are gathered once per request, not for each row, is faster from these rows per request "
+        f"on, by context: {'; '.join(wins)}. At best it is {median(ratios[best]):.2f} times as fast ({best[1]} rows of "
+        f"{best[0]} tokens). A plain round (1 row) does the same either way, and takes these ms: {'; '.join(plain)}."
     )
 
 
