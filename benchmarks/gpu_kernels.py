@@ -12,8 +12,8 @@ import torch
 from torch.nn.functional import pad
 
 from specactor.cpu import sglang_ops
-from specactor.cpu.sglang_ops import TILE
 from specactor.rollout.sglang import kernels
+from specactor.rollout.sglang.kernels import TILE
 
 Case = dict[str, int | float]
 

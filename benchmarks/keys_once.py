@@ -1,4 +1,4 @@
-"""Attention of a verification on a CPU: keys read once per row, or once per tile of rows, over contexts and windows.
+"""Attention of a verification on a CPU: keys gathered for each row, or once per request, over contexts and windows.
 
 python -m benchmarks.keys_once
 """
@@ -12,8 +12,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
-from benchmarks.results import Result, likely, publish
+from benchmarks.results import Result, interval, likely, publish
 from specactor.cpu import sglang_ops as ops
 
 CONTEXTS = (64, 256, 1024, 4096, 8192)
@@ -24,27 +25,32 @@ REQUESTS, HEADS, KV_HEADS, HEAD_DIM = 2, 16, 8, 128
 """The heads are Qwen3-0.6B's."""
 LEAST_S = 0.02
 """What is timed at once is repeated until it takes this long."""
-COLUMNS = ("context", "rows", "as rows, ms", "in tiles, ms", "rows / tiles")
+COLUMNS = ("context", "rows", "for each, ms", "once, ms", "each / once")
 Pair = tuple[float, float]
-"""Milliseconds as rows and in tiles, of one turn."""
+"""Milliseconds with keys for each row and once, of one turn."""
 
 
-def attentions(context: int, rows: int, requests: int = REQUESTS) -> tuple[Callable[[], object], Callable[[], object]]:
-    """One layer's attention of `rows` rows per request, as rows and in tiles. Lists of keys are made once per round."""
+def lists(context: int, rows: int, requests: int = REQUESTS) -> tuple[list[ops.Runs], list[ops.Runs]]:
+    """Keys of a batch of `rows` rows per request, for each row and once. An engine makes such lists once per round."""
     torch.manual_seed(0)
     length = context + rows
     table = (torch.randperm(requests * length) + 1).view(requests, length).int()
-    k, v = torch.randn(2, requests * length + 1, KV_HEADS, HEAD_DIM)
-    q = torch.randn(requests * rows, HEADS, HEAD_DIM)
     readers = torch.arange(requests).repeat_interleave(rows)
     seen = (torch.arange(rows) + context - rows + 1).repeat(requests)
     group = HEADS // KV_HEADS
-    runs = ops.runs(table, readers, seen, queries=group)
-    tiles = ops.tiles(table, readers, seen, queries=group)
-    scale = HEAD_DIM**-0.5
+    # With a page-table row of its own each row is a run of its own.
+    each = ops.runs(table[readers], torch.arange(len(readers)), seen, queries=group)
+    return each, ops.runs(table, readers, seen, queries=group)
+
+
+def attentions(context: int, rows: int, requests: int = REQUESTS) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """One layer's attention of `rows` rows per request, with keys for each row and once."""
+    each, once = lists(context, rows, requests)
+    k, v = torch.randn(2, requests * (context + rows) + 1, KV_HEADS, HEAD_DIM)
+    q, scale = torch.randn(requests * rows, HEADS, HEAD_DIM), HEAD_DIM**-0.5
     return (
-        lambda: ops.decode_attention(q, k, v, runs, scale),
-        lambda: ops.tile_attention(q, k, v, tiles, scale),
+        lambda: ops.decode_attention(q, k, v, each, scale),
+        lambda: ops.decode_attention(q, k, v, once, scale),
     )
 
 
@@ -72,19 +78,20 @@ def row_of(context: int, rows: int, measured: Sequence[Pair]) -> list[str]:
 
 
 def verdict(found: dict[tuple[int, int], list[Pair]]) -> str:
-    """What tiles cost a plain round, and from which window on they win. `found`: by context and rows."""
-    gains = {at: median(a / b for a, b in measured) for at, measured in found.items()}
-    contexts, counts = sorted({c for c, _ in gains}), sorted({r for _, r in gains})
-    plain = [1 / gains[c, counts[0]] for c in contexts]
-    wins = []
+    """From which rows on once is faster, by the whole interval, and what a plain round takes. `found`: by context and
+    rows."""
+    ratios = {at: [each / once for each, once in measured] for at, measured in found.items()}
+    contexts, counts = sorted({c for c, _ in found}), sorted({r for _, r in found})
+    wins, plain = [], []
     for context in contexts:
-        better = [rows for rows in counts if all(gains[context, r] > 1 for r in counts if r >= rows)]
-        wins.append(f"{context}: {f'{better[0]} rows' if better else 'never'}")
-    best = max(gains, key=lambda at: gains[at])
+        better = [n for n in counts if all(interval(ratios[context, r])[0] > 1 for r in counts if r >= n)]
+        wins.append(f"{context}: {better[0] if better else 'never'}")
+        plain.append(f"{context}: {median(once for _, once in found[context, 1]):.2f}")
+    best = max(ratios, key=lambda at: median(ratios[at]))
     return (
-        f"In tiles a plain round's attention takes {min(plain):.2f} to {max(plain):.2f} times as long. Tiles are "
-        f"faster from these rows per request on, by context: {'; '.join(wins)}. At best they are "
-        f"{gains[best]:.2f} times as fast ({best[1]} rows of {best[0]} tokens)."
+        "Attention whose keys are gathered once per request, not for each row, is faster from these rows per request "
+        f"on, by context: {'; '.join(wins)}. At best it is {median(ratios[best]):.2f} times as fast ({best[1]} rows of "
+        f"{best[0]} tokens). A plain round (1 row) does the same either way, and takes these ms: {'; '.join(plain)}."
     )
 
 
@@ -104,9 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             intro=(
                 f"Milliseconds of one layer's attention on one core, for {REQUESTS} requests of so many rows each "
                 f"({HEADS} heads, {KV_HEADS} key heads of {HEAD_DIM} channels, float32), in turns: median of "
-                f"{options.turns} (95 % interval), and of the ratio within a turn. One row is a plain round. Rows are "
-                f"what engines do by default; tiles of {ops.TILE} are `attention_backend=tiles`, in plain rounds and "
-                "verifications alike, since the two differ in bits."
+                f"{options.turns} (95 % interval), and of the ratio within a turn. Bits are the same. Engines gather "
+                f"keys once; where all rows together have at most {ops.FEW_KEYS} keys, for each row, since one product "
+                "then takes less time than several."
             ),
             columns=COLUMNS,
             rows=[row_of(*at, measured) for at, measured in found.items()],

@@ -362,18 +362,18 @@ def head_training(axes: Axes, rows: Sequence[Row]) -> None:
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def tiles(axes: Axes, rows: Sequence[Row]) -> None:
-    """Times that tiles are faster than rows, over contexts."""
+def keys_once(axes: Axes, rows: Sequence[Row]) -> None:
+    """Times that keys gathered once are faster than keys for each row, over contexts."""
     for count, colour in zip(dict.fromkeys(column(rows, "rows")), COLOURS, strict=False):
         own = [row for row in rows if row["rows"] == count]
         contexts = [number(row["context"]) for row in own]
-        at, low, high = zip(*(numbers(row["rows / tiles"]) for row in own), strict=True)
+        at, low, high = zip(*(numbers(row["each / once"]) for row in own), strict=True)
         axes.plot(
             contexts, at, "o-", color=colour, markersize=3, label="plain round" if count == "1" else f"{count} rows"
         )
         axes.vlines(contexts, low, high, color=colour, linewidth=0.8)
     axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
-    axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="ms as rows over ms in tiles")
+    axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="ms with keys for each row, over once")
     axes.legend(frameon=False)
 
 
@@ -478,7 +478,7 @@ PLOTS = {
     "drafter_refresh_recovery": Plot(recovery, "accept_length before and after the switch"),
     "simulator_scale": Plot(scale, "Processor seconds by GPUs"),
     "draft_protocol": Plot(protocol, "Milliseconds per round", 2.4),
-    "keys_once": Plot(tiles, "Speed of tiles over rows"),
+    "keys_once": Plot(keys_once, "Speed of keys gathered once"),
     "dead_drafter": Plot(dead, "Speed over plain decoding"),
     "long_run": Plot(growth, "Memory of each process, after 100 steps and in the end", 2.2),
     "two_hosts": Plot(two_hosts, "Seconds of a step by link and phase", 2.2),

@@ -40,7 +40,7 @@ BENCHMARKS = {
     "two_hosts": "seconds and bytes per phase of an RL step on two hosts, over several links (needs root)",
     "speculation_speed": "tokens per second of plain SGLang, its own speculation, and ours",
     "overlap": "plain rounds launched ahead, at the pace of a GPU",
-    "keys_once": "attention of a verification with keys read once per row, or once per tile of rows",
+    "keys_once": "attention of a verification with keys gathered for each row, or once per request",
     "speculation_speed_profile": "where the time of a round goes, of the contestants of speculation_speed",
 }
 """Module in this package -> what it measures."""

@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from specactor.config import Config
-from specactor.config.rollout import guarantee
+from specactor.config.rollout import check_attention, guarantee
 from specactor.errors import ConfigError
 from specactor.parallel.devices import Devices, detect
 from specactor.parallel.layout import ModelShape
@@ -138,6 +138,11 @@ def stack(gpu: bool) -> Finding:
 
 
 def tokens(config: Config, *, gpu: bool) -> Finding:
+    try:
+        check_attention(config.rollout.engine, gpu=gpu)
+    except ConfigError as error:
+        found, _, remedy = str(error).partition(". ")
+        return Finding(component="attention", found=found, fatal=True, remedy=remedy)
     arithmetic, promise = guarantee(config.rollout.engine, gpu=gpu, dtype=config.model.dtype)
     return Finding(component="attention", found=f"{arithmetic}: {promise}")
 

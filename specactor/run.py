@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from specactor import hooks, measurements
 from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
-from specactor.config.rollout import guarantee
+from specactor.config.rollout import check_attention, guarantee
 from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.environment import environment_of
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
@@ -116,6 +116,7 @@ def _checked(config: Config, world: int) -> Layout:
     """Return the job's layout. Raises ConfigError for what cannot run here."""
     policy = model_shape(config)
     layout = check(config, world, policy)
+    check_attention(config.rollout.engine, gpu=bool(gpus()))
     check_in_engines(config, policy)
     check_tokenizers(config)
     for own in gpus()[:1]:

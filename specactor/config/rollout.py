@@ -27,8 +27,8 @@ class EngineConfig:
     """Times that one engine may be restarted in a run before the run fails."""
     extra_args: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Further SGLang server arguments, by name. With ``enable_return_routed_experts=true`` responses say which
-    experts computed their tokens (``train.routing_replay = r3`` sets it). ``attention_backend=tiles`` reads keys
-    once for up to eight rows of a request; a run keeps its attention backend for good."""
+    experts computed their tokens (``train.routing_replay = r3`` sets it). On GPUs ``attention_backend=tiles``
+    reads keys once for up to eight rows of a request; a run keeps its attention backend for good."""
 
     start_timeout_s: ClassVar[float] = 1800.0  # to be ready: reading hundreds of gigabytes from a network takes so long
     request_timeout_s: ClassVar[float] = 600.0  # without any sign of progress; a running engine gives several a second
@@ -73,12 +73,12 @@ class WeightsSyncConfig:
 
 SAME_BITS = "same bits in plain rounds, verifications and any batch"
 SAME_LAW = "same law and noise; tokens equal but for ties, which `make gpu-check` counts"
-ARITHMETICS = {"torch_native": "rows", "tiles": "tiles"}
-"""Of our own attention, by SGLang's name of the backend: keys are read once per row, or once per tile of rows."""
+TILES = "tiles"
+"""Our attention backend for GPUs: one product has up to eight rows of a request."""
 
 
 class Guarantee(NamedTuple):
-    arithmetic: str  # rows, tiles, or the backend whose own kernel it is
+    arithmetic: str  # rows (a product for each), tiles, or the backend whose own kernel it is
     promise: str
 
 
@@ -86,9 +86,21 @@ def guarantee(engine: EngineConfig, *, gpu: bool, dtype: str) -> Guarantee:
     """Return what these engines promise: equal bits where tests have shown them, on CPUs in float32."""
     default = "" if gpu else "torch_native"
     backend = engine.attention.get("decode_attention_backend") or engine.attention.get("attention_backend") or default
-    known = backend == "tiles" or (backend == "torch_native" and not gpu)
-    arithmetic = ARITHMETICS[backend] if known else f"{backend or 'SGLang'}'s own kernel"
-    return Guarantee(arithmetic, SAME_BITS if known and not gpu and dtype == "float32" else SAME_LAW)
+    ours = {TILES: "tiles"} if gpu else {"torch_native": "rows"}
+    arithmetic = ours.get(backend, f"{backend or 'SGLang'}'s own kernel")
+    return Guarantee(arithmetic, SAME_BITS if arithmetic == "rows" and dtype == "float32" else SAME_LAW)
+
+
+def check_attention(engine: EngineConfig, *, gpu: bool) -> None:
+    """Raise ConfigError for an attention backend that this machine cannot run."""
+    asked = [f"{name}={backend}" for name, backend in engine.attention.items() if backend == TILES]
+    require(
+        gpu or not asked,
+        "rollout.engine.extra_args",
+        ", ".join(asked),
+        f"a GPU for {TILES}",
+        "Leave it out: without a GPU torch_native, the default, reads keys once, too.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

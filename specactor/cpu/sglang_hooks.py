@@ -9,14 +9,12 @@ import torch
 
 from specactor.cpu import sglang_ops
 
-TILES = "tiles"  # attention backend that reads keys once for up to eight rows; its bits are not torch_native's
-
 
 def install() -> None:
     """Register the hooks. Call it from a plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    allow_seeded_sampling("torch_native", TILES)
+    allow_seeded_sampling("torch_native")
     _install_attention()
     _allow_capture_of_experts()
     layers = "sglang.srt.layers"
@@ -72,14 +70,8 @@ def _install_attention() -> None:
             super().init_forward_metadata(forward_batch)
             self._batched = forward_batch.forward_mode.is_decode() and forward_batch.encoder_lens is None
             if self._batched:
-                self._place(forward_batch)
-
-        def _place(self, batch: Any) -> None:
-            table = self.req_to_token_pool.req_to_token
-            self._runs = sglang_ops.runs(table, batch.req_pool_indices, batch.seq_lens, queries=self._queries)
-
-        def _attend(self, query: Any, k_cache: Any, v_cache: Any, scale: float, output: Any) -> None:
-            sglang_ops.decode_attention(query, k_cache, v_cache, self._runs, scale, output)
+                table, readers = self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices
+                self._runs = sglang_ops.runs(table, readers, forward_batch.seq_lens, queries=self._queries)
 
         def _run_sdpa_forward_decode(
             self, query: Any, output: Any, k_cache: Any, v_cache: Any, *args: Any, **kw: Any
@@ -87,23 +79,10 @@ def _install_attention() -> None:
             window = kw["sliding_window_size"]
             if not self._batched or window is not None or query.dtype != k_cache.dtype:
                 return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *args, **kw)
-            self._attend(query, k_cache, v_cache, kw["scaling"], output)
+            sglang_ops.decode_attention(query, k_cache, v_cache, self._runs, kw["scaling"], output)
             return output
 
     ATTENTION_BACKENDS["torch_native"] = BatchedAttention
-    ATTENTION_BACKENDS[TILES] = _tiled(BatchedAttention)
-
-
-def _tiled(batched: Any) -> type:
-    class TiledAttention(batched):  # type: ignore[misc]
-        def _place(self, batch: Any) -> None:
-            table = self.req_to_token_pool.req_to_token
-            self._tiles = sglang_ops.tiles(table, batch.req_pool_indices, batch.seq_lens, queries=self._queries)
-
-        def _attend(self, query: Any, k_cache: Any, v_cache: Any, scale: float, output: Any) -> None:
-            output.copy_(sglang_ops.tile_attention(query, k_cache, v_cache, self._tiles, scale))
-
-    return TiledAttention
 
 
 def _experts(original: Callable[..., Any], layer: Any, x: Any, topk_output: Any, config: Any) -> Any:

@@ -1,8 +1,7 @@
 """Arithmetic of SGLang's decoding on a CPU. Invariant: a request has the same bits whatever is computed beside it.
 
 Shape legend: B requests, T tokens, V vocabulary, S pool slots, L keys (padded), H query heads, N key-value heads, D
-head size, R rows, P places of a tile, Q queries of its key head, E experts, K experts per token, M hidden size, F
-expert width.
+head size, R rows, E experts, K experts per token, M hidden size, F expert width.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ KEYS_AT_ONCE = 4096
 """Keys that are gathered together. More leave the cache, and their memory is allocated anew at every layer: 576 rows of
 64 keys took 16.5 ms in one piece and 3.2 ms in pieces."""
 FEW_KEYS = 512  # so few are gathered again for each row: one product takes less time than several
-TILES_AT_ONCE = 8  # whose keys are gathered together
-TILE = 8  # rows of a tile: a request's last token and seven drafts
 
 _Words = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 _U32_MAX = float(2**32 - 1)
@@ -178,68 +175,6 @@ def decode_attention(
             )
             out_RHD[rows] = out_BNGD.reshape(count, num_heads, -1)
     return out_RHD
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Tiles whose keys are gathered together; each has up to `TILE` rows of one request."""
-
-    rows: Tensor  # [T, P]: numbers of rows in the batch; R, which no row has, where a place is empty
-    slots: Tensor  # [T * L] of the KV pool
-    bias: Tensor  # [T, 1, Q, L]: 0 for keys that the query's row sees, -inf for others
-
-
-def places(readers_R: Tensor) -> Tensor:
-    """Return each row's place in its tile, by the page-table row that it reads through."""
-    row_R = torch.arange(len(readers_R), device=readers_R.device)
-    begins_R = functional.pad(readers_R[1:] != readers_R[:-1], (1, 0), value=True)
-    return (row_R - torch.where(begins_R, row_R, 0).cummax(0).values) % TILE
-
-
-def tiles(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, queries: int) -> list[Tiles]:
-    """Return tiles of consecutive rows that read the same page-table row."""
-    count = len(seq_lens)
-    row_R, place_R = torch.arange(count), places(req_pool_indices)
-    tile_R = (place_R == 0).cumsum(0) - 1
-    num_tiles = int(tile_R[-1]) + 1
-    rows_TP = torch.full((num_tiles, TILE), count)
-    rows_TP[tile_R, place_R] = row_R
-    # An empty place sees one key: with none, its weights would not be numbers.
-    lengths_TP = torch.ones(num_tiles, TILE, dtype=torch.long)
-    lengths_TP[tile_R, place_R] = seq_lens.long()
-    parts = []
-    pieces = (torch.split(of_TP, TILES_AT_ONCE) for of_TP in (rows_TP, lengths_TP))
-    for rows, lengths in zip(*pieces, strict=True):
-        longest_T = lengths.amax(1)
-        readers = req_pool_indices[rows[:, 0]]
-        slots, _ = key_slots(req_to_token, readers, longest_T, int(longest_T.max()), queries=TILE * queries)
-        lengths_TQ = lengths.repeat_interleave(queries, 1)
-        hidden_TQL = torch.arange(len(slots) // len(rows)) >= lengths_TQ[:, :, None]
-        bias_TQL = torch.zeros(hidden_TQL.shape).masked_fill_(hidden_TQL, float("-inf"))
-        parts.append(Tiles(rows, slots, bias_TQL[:, None]))
-    return parts
-
-
-def tile_attention(q_RHD: Tensor, k_SND: Tensor, v_SND: Tensor, parts: Sequence[Tiles], scale: float) -> Tensor:
-    """Attend from R rows to their own keys, which are read once per tile. Returns [R, H, Dv].
-
-    A row's bits depend on nothing else in its tile; they are not those of `decode_attention`.
-    """
-    count, num_heads, _ = q_RHD.shape
-    num_kv_heads, group = k_SND.shape[1], num_heads // k_SND.shape[1]
-    # Every product has `TILE` rows and whole blocks of keys, which are summed in their order.
-    out_RHD = q_RHD.new_empty(count + 1, num_heads, v_SND.shape[2])
-    padded_RHD = functional.pad(q_RHD, (0, 0, 0, 0, 0, 1))
-    for part in parts:
-        size = len(part.rows)  # T
-        k_TNLD = k_SND.index_select(0, part.slots).view(size, -1, num_kv_heads, k_SND.shape[2]).transpose(1, 2)
-        v_TNLD = v_SND.index_select(0, part.slots).view(size, -1, num_kv_heads, v_SND.shape[2]).transpose(1, 2)
-        q_TPNGD = padded_RHD[part.rows].view(size, TILE, num_kv_heads, group, -1)
-        q_TNQD = q_TPNGD.transpose(1, 2).reshape(size, num_kv_heads, TILE * group, -1)
-        out_TNQD = functional.scaled_dot_product_attention(q_TNQD, k_TNLD, v_TNLD, attn_mask=part.bias, scale=scale)
-        out_TPNGD = out_TNQD.view(size, num_kv_heads, TILE, group, -1).transpose(1, 2)
-        out_RHD[part.rows] = out_TPNGD.reshape(size, TILE, num_heads, -1)
-    return out_RHD[:count]
 
 
 def min_rows(weight: Tensor) -> int:

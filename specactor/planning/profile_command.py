@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specactor.config import Config, RolloutConfig, SpeculationConfig
+from specactor.config.rollout import check_attention
 from specactor.config.speculation import kind_of
 from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError, PlanError
@@ -97,6 +98,7 @@ def _check(config: Config) -> None:
     for folder in speculation.in_engines.values():
         draft_shape(folder)
     found = len(gpus())
+    check_attention(config.rollout.engine, gpu=found > 0)
     if 0 < found < config.parallel.engine_tensor:
         raise ConfigError.at(
             "parallel.engine_tensor",

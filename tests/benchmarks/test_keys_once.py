@@ -9,18 +9,26 @@ import torch
 from benchmarks import keys_once
 
 
-def test_both_ways_compute_the_same() -> None:
-    rows, tiles = keys_once.attentions(100, 9, requests=2)
-    torch.testing.assert_close(rows(), tiles(), atol=1e-5, rtol=1e-5)
+def test_both_ways_compute_the_same_and_one_reads_less() -> None:
+    each, once = keys_once.attentions(100, 9, requests=2)
+    assert torch.equal(each(), once())
+    gathered = [sum(len(part.slots) for part in parts) for parts in keys_once.lists(100, 9, requests=2)]
+    assert gathered[0] == 9 * gathered[1]
+    [one], [other] = keys_once.lists(100, 1)
+    assert torch.equal(one.slots, other.slots), "a plain round"
 
 
-def test_the_verdict_names_what_plain_rounds_pay_and_where_tiles_win() -> None:
+def test_the_verdict_names_from_which_rows_on_once_is_faster() -> None:
+    noisy = [(1.0, 1.1), (1.2, 1.0)] * 3
     said = keys_once.verdict(
-        {(64, 1): [(1.0, 4.0)] * 3, (64, 5): [(2.0, 4.0)] * 3, (900, 1): [(1.0, 2.0)] * 3, (900, 5): [(6.0, 4.0)] * 3}
+        {
+            **{(64, 1): noisy, (64, 5): [(4.0, 2.0)] * 6, (64, 9): noisy},
+            **{(900, 1): [(3.0, 3.0)] * 6, (900, 5): [(6.0, 4.0)] * 6, (900, 9): [(9.0, 6.0)] * 6},
+        }
     )
-    assert "takes 2.00 to 4.00 times as long" in said
-    assert "64: never; 900: 5 rows" in said
-    assert "1.50 times as fast (5 rows of 900 tokens)" in said
+    assert "by context: 64: never; 900: 5. " in said
+    assert "2.00 times as fast (5 rows of 64 tokens)" in said
+    assert "takes these ms: 64: 1.05; 900: 3.00." in said
 
 
 def test_a_small_run_writes_its_page(tmp_path: Path) -> None:

@@ -168,44 +168,6 @@ def test_attention_over_long_contexts_gives_the_same_bits_in_any_company(queries
             assert torch.equal(alone, together[b]), f"{n} keys, padded for {longest}"
 
 
-@pytest.mark.parametrize("queries", [1, 2, 4, 8, 16])
-def test_a_row_has_the_same_bits_wherever_it_stands_in_its_tile(queries: int) -> None:
-    lengths = torch.tensor([1, 17, 100, 127, 129, 190, 257, 511, 512, 513, 700, 1030])
-    pool = Pool(lengths.tolist(), heads=queries * KV_HEADS)
-    every = torch.arange(len(lengths))
-
-    def attend(q: torch.Tensor, rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        return ops.tile_attention(q, pool.k, pool.v, ops.tiles(pool.req_to_token, rows, seen, queries=queries), 0.3)
-
-    together = attend(pool.q, every, lengths)
-    torch.testing.assert_close(together, pool.attend(every), atol=1e-5, rtol=1e-5)
-    for b, n in enumerate(lengths.tolist()):
-        for count in (1, 2, 7, 8, 9, 17):
-            for at in range(min(count, n)):
-                q = torch.randn(count, *pool.q.shape[1:])
-                q[at] = pool.q[b]
-                seen = torch.arange(n - at, n - at + count).clamp(max=pool.req_to_token.shape[1])
-                got = attend(q, torch.full((count,), b), seen)[at]
-                assert torch.equal(got, together[b]), f"{n} keys, row {at} of {count}"
-
-
-def test_rows_of_a_tile_read_one_row_of_the_page_table_and_no_more_keys_than_they_see() -> None:
-    pool = Pool([90, 40, 70])
-    owner, seen = torch.tensor([0] * 9 + [1, 2, 2, 1]), torch.tensor([*range(80, 89), 40, 60, 61, 41])
-    [part] = ops.tiles(pool.req_to_token, owner, seen, queries=2)
-    none = len(owner)
-    assert part.rows.tolist() == [
-        [0, 1, 2, 3, 4, 5, 6, 7],
-        [8, *[none] * 7],
-        [9, *[none] * 7],
-        [10, 11, *[none] * 6],
-        [12, *[none] * 7],
-    ]
-    q = torch.randn(len(owner), HEADS, HEAD_DIM)
-    want = pool.attend_in_runs(q, owner, seen)
-    torch.testing.assert_close(ops.tile_attention(q, pool.k, pool.v, [part], 0.3), want, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize(("out", "width"), [(48, 64), (96, 64), (4, 64), (128, 128)])
 def test_linear_gives_the_same_bits_in_any_company(out: int, width: int) -> None:
     torch.manual_seed(2)

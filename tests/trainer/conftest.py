@@ -175,7 +175,7 @@ def one_rank(
         "foreign": {"check": "load", "model": str(reference / "dense"), "path": tp2},
         "other optimizer": {"check": "load", "model": moe, "path": tp2, "plain_optimizer": True},
         "no critic": {"check": "load", "model": moe, "path": tp2, "critic": True},
-        "other attention": {"check": "load", "model": moe, "path": tp2, "engine": {"attention_backend": "tiles"}},
+        "other attention": {"check": "load", "model": moe, "path": tp2, "engine": {"attention_backend": "intel_amx"}},
         "keep": {"check": "keep", "model": moe, "root": str(folder / "kept")},
     }
     return launch(1, spec, folder)

@@ -86,7 +86,7 @@ def test_another_kind_of_optimizer_is_an_error(one_rank: dict[str, Any]) -> None
 
 def test_another_attention_backend_is_an_error(one_rank: dict[str, Any]) -> None:
     said = one_rank["other attention"]["error"]
-    assert "no attention backend in rollout.engine.extra_args, expected {'attention_backend': 'tiles'}" in said
+    assert "no attention backend in rollout.engine.extra_args, expected {'attention_backend': 'intel_amx'}" in said
 
 
 def test_a_run_goes_on_where_it_was_saved(two_ranks: dict[str, Any], tmp_path: Path) -> None:
@@ -99,9 +99,9 @@ def test_a_run_goes_on_where_it_was_saved(two_ranks: dict[str, Any], tmp_path: P
     for saved, now in goes_on:
         checkpoint._check_identity(saved, now, tmp_path)
     for saved, now in ((on_cpu, on_gpu), (on_gpu, on_cpu)):
-        tiles = {"attention": {"attention_backend": "tiles"}}
+        named = {"attention": {"attention_backend": "torch_native"}}
         with pytest.raises(CheckpointError, match=f"on device {saved['device']}, expected {now['device']}: the"):
-            checkpoint._check_identity(saved | tiles, now | tiles, tmp_path)
+            checkpoint._check_identity(saved | named, now | named, tmp_path)
 
 
 def test_only_the_newest_are_kept_and_unfinished_ones_removed(one_rank: dict[str, Any]) -> None:

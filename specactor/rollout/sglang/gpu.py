@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specactor.cpu.sglang_hooks import TILES, allow_seeded_sampling
+from specactor.config.rollout import TILES
+from specactor.cpu.sglang_hooks import allow_seeded_sampling
 from specactor.errors import EngineError
 
 MAX_ROWS = 512  # rows of a draft model's pass over unseen tokens; its other passes have one per text

@@ -17,16 +17,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
-from specactor.cpu.sglang_ops import TILE, places
-
+TILE = 8  # rows of a tile: a request's last token and seven drafts
 SPLIT = 256  # keys of a part: as many as SGLang's Triton backend has room for in its deterministic mode
 BLOCK = 64  # keys that are loaded at once
 
 
 def tile_sizes(readers_R: Tensor) -> Tensor:
-    """Return the size of the tile that begins at each row, or 0: [R] int32."""
-    begins_R = places(readers_R) == 0
+    """Return the size of the tile that begins at each row, or 0: [R] int32. `readers_R`: page-table rows."""
+    row_R = torch.arange(len(readers_R), device=readers_R.device)
+    changes_R = functional.pad(readers_R[1:] != readers_R[:-1], (1, 0), value=True)
+    begins_R = (row_R - torch.where(changes_R, row_R, 0).cummax(0).values) % TILE == 0
     tile_R = begins_R.cumsum(0) - 1
     size_T = torch.zeros_like(tile_R).scatter_add_(0, tile_R, torch.ones_like(tile_R))
     return torch.where(begins_R, size_T[tile_R], 0).to(torch.int32)

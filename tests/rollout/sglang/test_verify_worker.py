@@ -152,9 +152,8 @@ def test_graphs_with_a_row_per_token_change_no_token(speculating: Engine, plain:
         assert run(speculating, config, batch()) != plain
 
 
-@pytest.mark.parametrize("attention", ["torch_native", "tiles"])
 def test_long_contexts_of_many_query_heads_change_no_token(
-    make_spec: Callable[..., EngineSpec], tmp_path: Path, attention: str
+    make_spec: Callable[..., EngineSpec], tmp_path: Path
 ) -> None:
     """Not in company either: eight query heads share a key head, and contexts pass what sums over keys are split at."""
     heads = ("num_attention_heads=8", "num_key_value_heads=1", "max_position_embeddings=512")
@@ -165,7 +164,7 @@ def test_long_contexts_of_many_query_heads_change_no_token(
         13,
         model_dir=str(tmp_path / "model"),
         context_length=512,
-        config=EngineConfig(max_running_requests=8, max_total_tokens=4096, extra_args={"attention_backend": attention}),
+        config=EngineConfig(max_running_requests=8, max_total_tokens=4096),
         speculation=replace(OFF, mode="coupled", drafters=(f"{HERE}:Constant",)),
     )
     with running(spec) as engine:
