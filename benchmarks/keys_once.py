@@ -30,7 +30,7 @@ Pair = tuple[float, float]
 """Milliseconds with keys for each row and once, of one turn."""
 
 
-def lists(context: int, rows: int, requests: int = REQUESTS) -> tuple[list[ops.Runs], list[ops.Runs]]:
+def lists(context: int, rows: int, requests: int = REQUESTS) -> tuple[list[ops.SharedKeys], list[ops.SharedKeys]]:
     """Keys of a batch of `rows` rows per request, for each row and once. An engine makes such lists once per round."""
     torch.manual_seed(0)
     length = context + rows
@@ -39,8 +39,8 @@ def lists(context: int, rows: int, requests: int = REQUESTS) -> tuple[list[ops.R
     seen = (torch.arange(rows) + context - rows + 1).repeat(requests)
     group = HEADS // KV_HEADS
     # With a page-table row of its own each row is a run of its own.
-    each = ops.runs(table[readers], torch.arange(len(readers)), seen, queries=group)
-    return each, ops.runs(table, readers, seen, queries=group)
+    each = ops.shared_keys(table[readers], torch.arange(len(readers)), seen, queries=group)
+    return each, ops.shared_keys(table, readers, seen, queries=group)
 
 
 def attentions(context: int, rows: int, requests: int = REQUESTS) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:

@@ -271,7 +271,7 @@ def decode_attention_cpu(
         keys[slots] = new_keys.view(-1, *keys.shape[1:])
         values[slots] = new_values.view(-1, *values.shape[1:])
     where, bias = _slots(table, rows, lengths, 1)
-    part = sglang_ops.Runs(where, [(slice(0, len(rows)), bias)])
+    part = sglang_ops.SharedKeys(where, [(slice(0, len(rows)), bias)])
     sglang_ops.decode_attention(query, keys, values, [part], scale, output)
 
 

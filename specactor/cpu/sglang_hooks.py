@@ -71,7 +71,7 @@ def _install_attention() -> None:
             self._batched = forward_batch.forward_mode.is_decode() and forward_batch.encoder_lens is None
             if self._batched:
                 table, readers = self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices
-                self._runs = sglang_ops.runs(table, readers, forward_batch.seq_lens, queries=self._queries)
+                self._keys = sglang_ops.shared_keys(table, readers, forward_batch.seq_lens, queries=self._queries)
 
         def _run_sdpa_forward_decode(
             self, query: Any, output: Any, k_cache: Any, v_cache: Any, *args: Any, **kw: Any
@@ -79,7 +79,7 @@ def _install_attention() -> None:
             window = kw["sliding_window_size"]
             if not self._batched or window is not None or query.dtype != k_cache.dtype:
                 return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *args, **kw)
-            sglang_ops.decode_attention(query, k_cache, v_cache, self._runs, kw["scaling"], output)
+            sglang_ops.decode_attention(query, k_cache, v_cache, self._keys, kw["scaling"], output)
             return output
 
     ATTENTION_BACKENDS["torch_native"] = BatchedAttention

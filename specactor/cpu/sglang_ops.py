@@ -114,22 +114,22 @@ def key_slots(
 
 
 @dataclass(frozen=True)
-class Runs:
-    """Runs of rows that read through the same page-table row; the keys of each of the B runs are gathered once."""
+class SharedKeys:
+    """Keys of B requests, gathered once for all rows of a request: neighbours that read the same page-table row."""
 
     slots: Tensor  # [B * L] of the KV pool
     places: Sequence[tuple[Tensor | slice, Tensor]]
-    """The first row of every run, the second where there is one, and so on: numbers of rows [b] in the batch, and bias
-    [b, 1, 1, L], 0 for keys that the row sees. Longer runs come first."""
+    """The first row of every request, the second where there is one, and so on: numbers of rows [b] in the batch, and
+    bias [b, 1, 1, L], 0 for keys that the row sees. Requests of more rows come first."""
 
 
-def runs(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, queries: int) -> list[Runs]:
-    """Return the rows of a batch, in runs of consecutive ones. Args: queries = H / N."""
+def shared_keys(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, queries: int) -> list[SharedKeys]:
+    """Return the keys of a batch's rows, in pieces. Args: queries = H / N."""
     count, longest = len(req_pool_indices), int(seq_lens.max())
     begins_R = functional.pad(req_pool_indices[1:] != req_pool_indices[:-1], (1, 0), value=True)
     if count * longest <= FEW_KEYS or (count * longest <= KEYS_AT_ONCE and bool(begins_R.all())):
         slots, bias = key_slots(req_to_token, req_pool_indices, seq_lens, longest, queries=queries)
-        return [Runs(slots, [(slice(count), bias)])]
+        return [SharedKeys(slots, [(slice(count), bias)])]
     first_B = begins_R.nonzero().view(-1)
     size_B = functional.pad(first_B, (0, 1), value=count).diff()
     longest_B = seq_lens.new_zeros(len(first_B)).scatter_reduce(0, begins_R.cumsum(0) - 1, seq_lens, "amax")
@@ -138,12 +138,12 @@ def runs(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, *, qu
         firsts, sizes, lengths = first_B[order], size_B[order], longest_B[order]
         slots, bias = key_slots(req_to_token, req_pool_indices[firsts], lengths, int(lengths.max()), queries=queries)
         first, last, step = int(firsts[0]), int(firsts[-1]), int(sizes[0])
-        if step == int(sizes[-1]) and last - first == (len(firsts) - 1) * step:  # runs of one length, side by side
+        if step == int(sizes[-1]) and last - first == (len(firsts) - 1) * step:  # as many rows each, side by side
             rows: list[Tensor | slice] = [slice(first + place, last + place + 1, step) for place in range(step)]
         else:
             rows = [firsts[: int((sizes > place).sum())] + place for place in range(step)]
         biases = [bias] if step == 1 else [_hiding(bias.shape[-1], seq_lens[of]) for of in rows]
-        parts.append(Runs(slots, list(zip(rows, biases, strict=True))))
+        parts.append(SharedKeys(slots, list(zip(rows, biases, strict=True))))
     return parts
 
 
@@ -154,11 +154,11 @@ def _hiding(num_keys: int, seen_B: Tensor) -> Tensor:
 
 
 def decode_attention(
-    q_RHD: Tensor, k_SND: Tensor, v_SND: Tensor, parts: Sequence[Runs], scale: float, out: Tensor | None = None
+    q_RHD: Tensor, k_SND: Tensor, v_SND: Tensor, parts: Sequence[SharedKeys], scale: float, out: Tensor | None = None
 ) -> Tensor:
     """Attend from each row to its own keys in the pool, k and v [S, N, D]. Returns [R, H, Dv], in `out` if given.
 
-    A row's bits depend on nothing else in its run: each has a product of its own, with keys in their order.
+    A row's bits depend on no other row: each has a product of its own, with its keys in their order.
     """
     num_heads, num_kv_heads = q_RHD.shape[1], k_SND.shape[1]
     out_RHD = q_RHD.new_empty(len(q_RHD), num_heads, v_SND.shape[2]) if out is None else out

@@ -102,10 +102,10 @@ class Pool:
         lengths = self.lengths[rows]
         queries = self.q.shape[1] // KV_HEADS
         slots, bias = ops.key_slots(self.req_to_token, rows, lengths, longest or int(lengths.max()), queries=queries)
-        return ops.decode_attention(self.q[rows], self.k, self.v, [ops.Runs(slots, [(slice(None), bias)])], 0.3)
+        return ops.decode_attention(self.q[rows], self.k, self.v, [ops.SharedKeys(slots, [(slice(None), bias)])], 0.3)
 
-    def attend_in_runs(self, q: torch.Tensor, readers: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        parts = ops.runs(self.req_to_token, readers, seen, queries=self.q.shape[1] // KV_HEADS)
+    def attend_sharing(self, q: torch.Tensor, readers: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        parts = ops.shared_keys(self.req_to_token, readers, seen, queries=self.q.shape[1] // KV_HEADS)
         return ops.decode_attention(q, self.k, self.v, parts, 0.3)
 
 
@@ -128,14 +128,14 @@ def test_attention_gives_the_same_bits_in_any_company() -> None:
         assert torch.equal(pool.attend(torch.tensor([b]), longest=n + 100)[0], together[b])
     readers = torch.arange(8).repeat(25)  # in several pieces, the last one smaller
     assert len(readers) * 90 > 4 * ops.KEYS_AT_ONCE
-    many = pool.attend_in_runs(pool.q[readers], readers, pool.lengths[readers])
+    many = pool.attend_sharing(pool.q[readers], readers, pool.lengths[readers])
     assert torch.equal(many, together.repeat(25, 1, 1))
-    wrong = pool.attend_in_runs(pool.q, torch.arange(8), pool.lengths + 1)
+    wrong = pool.attend_sharing(pool.q, torch.arange(8), pool.lengths + 1)
     assert not torch.equal(wrong, together), "one key too many must show"
 
 
 @pytest.mark.parametrize("queries", [1, 2, 4, 8, 16])
-def test_a_row_has_the_same_bits_in_runs_of_any_length(queries: int) -> None:
+def test_a_row_has_the_same_bits_beside_any_rows_of_its_request(queries: int) -> None:
     """As many as there are requests, of 1 to 9 rows, some of which read through another page-table row."""
     lengths = [12, 30, 63, 64, 100, 127, 129, 190, 257, 511, 513, 700, 1030] * 6
     pool = Pool(lengths, heads=queries * KV_HEADS)
@@ -147,13 +147,13 @@ def test_a_row_has_the_same_bits_in_runs_of_any_length(queries: int) -> None:
     readers[other] = torch.randint(0, len(lengths), (int(other.sum()),))
     seen = torch.minimum(seen, pool.lengths[readers])
     q = torch.randn(len(readers), *pool.q.shape[1:])
-    together = pool.attend_in_runs(q, readers, seen)
+    together = pool.attend_sharing(q, readers, seen)
     for row in range(len(readers)):
-        alone = pool.attend_in_runs(q[row : row + 1], readers[row : row + 1], seen[row : row + 1])[0]
+        alone = pool.attend_sharing(q[row : row + 1], readers[row : row + 1], seen[row : row + 1])[0]
         assert torch.equal(alone, together[row]), row
     first = seen.clone()
     first[0] += 1
-    changed = (pool.attend_in_runs(q, readers, first) != together).flatten(1).any(1)
+    changed = (pool.attend_sharing(q, readers, first) != together).flatten(1).any(1)
     assert changed.nonzero().view(-1).tolist() == [0], "a key too many changes its own row alone"
 
 
