@@ -20,7 +20,8 @@ export PYTHONDONTWRITEBYTECODE =
 
 # One for each core of a small machine; most tests start processes of their own.
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Where a worker dies, the tests end: a second one would leave them waiting for what the first had.
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 SLICE ?= 0/1
 
 .PHONY: setup quickstart check check-fast check-deep check-cluster lint test bench gpu-check faults measure clean

@@ -191,11 +191,13 @@ def test_a_rank_that_is_ended_while_it_waits_says_what_it_saw(
     """The launcher of a host ends its ranks where that of rank 0, and with it the store, is gone."""
     for name, value in (("GRACE_S", 1.0), ("_NOTICE_S", 0.0), ("LINGER_S", 0.0)):
         monkeypatch.setattr(failure, name, value)
-    monkeypatch.setattr(failure.os, "_exit", lambda code: None)
+    ended = threading.Event()
+    monkeypatch.setattr(failure.os, "_exit", lambda code: ended.set())
     with pytest.raises(SystemExit), failure_guard(1, Tickets()) as failures:  # noqa: PT012
         failures.know([Member(machine="elsewhere", pid=1), Member.here()])
         threading.Timer(0.3, failures.on_sigterm).start()
         raise LOST
+    assert ended.wait(60), "later it would end the process of the tests"
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("specactor: rank")]
     assert "a rank of another host was killed or crashed" in line
 
