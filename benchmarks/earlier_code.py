@@ -24,7 +24,6 @@ from specactor.types import RolloutRequest
 
 EARLIER = "earlier "  # before the name of a contestant
 NAMES = (PLAIN, AUTO, "off")  # that are compared with their namesakes; plain decoding in any case
-ROOT = Path(__file__).resolve().parent.parent
 FLOOR = 0.95  # of the earlier code's speed: a cell is worse when its whole interval is below
 END_S = 60.0  # longest wait for the end of its engines
 

@@ -29,6 +29,7 @@ import msgspec
 from benchmarks import earlier_code
 from benchmarks import speculation_speed_models as grown
 from benchmarks import speculation_speed_server as server
+from benchmarks.disturbed_run import ROOT
 from benchmarks.results import markdown, publish, write_rows
 from benchmarks.speculation_speed_models import Shape
 from benchmarks.speculation_speed_table import Cell, result
@@ -263,7 +264,7 @@ def beside_earlier(
     own = [name for name in earlier_code.NAMES if name in (PLAIN, *names)]
     made: list[Contestant] = []
     with ExitStack() as stack:
-        for prefix, root in (("", earlier_code.ROOT), (earlier_code.EARLIER, checkout)):
+        for prefix, root in (("", ROOT), (earlier_code.EARLIER, checkout)):
             ways = stack.enter_context(
                 earlier_code.ways_of(root, models, batch, folder / f"{prefix}engines", own, processor_time)
             )

@@ -28,7 +28,7 @@ def test_the_verdict_names_from_which_rows_on_once_is_faster() -> None:
     )
     assert "by context: 64: never; 900: 5. " in said
     assert "2.00 times as fast (5 rows of 64 tokens)" in said
-    assert "takes these ms: 64: 1.05; 900: 3.00." in said
+    assert said.endswith("the same code either way: 1.00 to 1.05.")
 
 
 def test_a_small_run_writes_its_page(tmp_path: Path) -> None:
