@@ -60,8 +60,6 @@ def recipe() -> Config:
             weight_decay=0.01,
             tokens_per_microbatch=16_384,
             recompute="full",
-            # bfloat16 rounds differently in the two engines; algorithm.correction corrects for it
-            max_logprob_gap=float("inf"),
         ),
         weights_sync=WeightsSyncConfig(bucket_bytes=2**30),
         # a draft model that was pretrained has little to learn: the default rate is for one that was made for the run

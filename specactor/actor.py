@@ -11,7 +11,7 @@ from typing import cast
 
 from specactor import hooks, measurements, samples
 from specactor.config import Config
-from specactor.config.train import learning_rate
+from specactor.config.train import gap_bound, learning_rate
 from specactor.device_memory import DeviceMemory
 from specactor.errors import CopiesDifferError, WeightSyncError
 from specactor.parallel.collective import Collective
@@ -128,15 +128,15 @@ class SpecActor:
     def train(self, batch: Sequence[TrainSequence]) -> TrainStats:
         """Make one or more optimizer updates, which give the policy's next version."""
         recorder = self.distillation.recorder if self.distillation is not None else None
-        algorithm, rate = self.config.algorithm, learning_rate(self.steps_done, self.config.train)
+        algorithm = self.config.algorithm
         still = algorithm.critic.warmup_steps if algorithm.advantage == "gae" else 0
-        if self.steps_done < still:
-            rate = 0.0
-        elif still and self.steps_done == still:
+        rate = learning_rate(self.steps_done, self.config.train, still=still)
+        if still and self.steps_done == still:
             self.trainer.reset_optimizer()  # moments of gradients that moved nothing
         stats = self.trainer.train_step(batch, learning_rate=rate, recorder=recorder)
         if any(sequence.num_stale < sequence.response_len for sequence in batch):
-            bound, free = self.config.train.max_logprob_gap, self.trainer.routes_freely
+            bound = gap_bound(self.config.train.max_logprob_gap, self.config.model.dtype)
+            free = self.trainer.routes_freely
             measurements.check_agreement(stats, step=self.steps_done + 1, bound=bound, routes_freely=free)
         self.version += 1
         return stats

@@ -19,7 +19,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -30,7 +30,7 @@ import tyro
 # The one contact with a private name of tyro, whose version is pinned: its public interface can only print a box.
 from tyro import _errors as tyro_errors
 
-from specactor.config import Config, TinyModelConfig
+from specactor.config import Config
 from specactor.errors import ConfigError
 from specactor.parallel.failure import tell_launcher
 
@@ -52,32 +52,6 @@ USUAL_NAMES = {
     "ep": "parallel.expert",
     "etp": "parallel.expert_tensor",
     "cp": "parallel.context",
-}
-# Settings that runs had -> values with which nothing is lost, and what to do for others.
-REMOVED: dict[str, tuple[tuple[object, ...], str]] = {
-    "model.tiny": ((None,), "Use --model.path tiny, or tiny:LAYERS."),
-    "data.shuffle": ((True,), "Use --data.order source."),
-    "data.curriculum": ((False,), "Use --data.order curriculum."),
-    "parallel.drafter_network": (("",), "Set GLOO_SOCKET_IFNAME to the interface by which the hosts reach each other."),
-    "parallel.timeout_s": ((600.0, 1800, 1800.0), "Ranks wait for each other for half an hour."),
-    "rollout.min_p": ((0.0,), "Use --rollout.top-p."),
-    "rollout.frequency_penalty": ((0.0,), "The trainer's log-probabilities have no penalties."),
-    "rollout.presence_penalty": ((0.0,), "The trainer's log-probabilities have no penalties."),
-    "rollout.repetition_penalty": ((1.0,), "The trainer's log-probabilities have no penalties."),
-    "rollout.stop_token_ids": (((), []), "Give the token's text to --rollout.stop."),
-    "algorithm.kl": (("off", "k3"), "--algorithm.kl-coef is the weight of a k3 penalty."),
-    "algorithm.group_filter": (("",), "Give the function to --algorithm.dynamic-sampling."),
-    "algorithm.overlong_penalty": ((1.0,), "The reward falls by 1."),
-    "train.min_learning_rate": ((0.0,), "Schedules fall to 0."),
-    "distillation.max_time_share": ((0.03,), "Give the share to --distillation.refresh."),
-    "distillation.keep_rollouts": ((False,), "Use --tracking.record full, and the folder records/ of the run."),
-    "eval.sets": (([],), "Name them after the first of --data.eval."),
-}
-# Settings -> values that they had in another form, and how these are written now.
-FORMER_VALUES = {
-    "distillation.refresh": {"every_step": "0.03", "off": "0"},
-    "algorithm.dynamic_sampling": {"True": "unequal", "False": "off"},
-    "train.routing_replay": {"True": "r3", "False": "off"},
 }
 
 
@@ -136,10 +110,6 @@ def override(config: Config, argv: Sequence[str], *, prog: str = "train_moe.py")
     """Return `config` with ``--key.path value`` pairs applied; in keys '-' and '_' mean the same."""
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_key_values)
-    for key, former in FORMER_VALUES.items():
-        value = _value_of(f"--{key}", argv)
-        if value in former:
-            raise ConfigError.at(key, value, f"{former[value]}, as it is written now", "See --help for its meaning.")
     with one_line_errors(argv, lambda token: _unknown_key(token, config)):
         found = tyro.cli(
             Config,
@@ -166,9 +136,6 @@ def to_json(config: Config) -> dict[str, Any]:
 def from_json(plain: Mapping[str, Any]) -> Config:
     """Return the config that `to_json` was given. Raises ConfigError for unknown keys, wrong types and invalid
     settings."""
-    plain = dict(json.loads(json.dumps(plain)))
-    _rename(plain)
-    _drop_removed(plain)
     try:
         config = _whole(msgspec.convert(plain, Config))
     except msgspec.ValidationError as error:
@@ -177,45 +144,6 @@ def from_json(plain: Mapping[str, Any]) -> Config:
         raise ConfigError(f"config: {error}. Correct the file, or start from a recipe.") from None
     _refuse_unknown(plain, to_json(config), "")
     return config
-
-
-def _section(plain: dict[str, Any], path: str) -> dict[str, Any]:
-    for name in filter(None, path.split(".")):
-        part = plain.get(name)
-        plain = part if isinstance(part, dict) else {}
-    return plain
-
-
-def _rename(plain: dict[str, Any]) -> None:
-    """Turn what earlier versions wrote into today's names and forms."""
-    for section, name in (("rollout.speculation", "draft_model"), ("data", "eval")):
-        found = _section(plain, section)
-        if isinstance(found.get(name), str):  # until there could be several
-            found[name] = list(filter(None, [found[name]]))
-    model, data, algorithm = (_section(plain, name) for name in ("model", "data", "algorithm"))
-    tiny, usual = model.get("tiny"), asdict(TinyModelConfig())
-    if isinstance(tiny, dict) and usual | tiny == {**usual, "num_layers": tiny.get("num_layers")}:
-        model["path"] = "tiny" if usual | model.pop("tiny") == usual else f"tiny:{tiny['num_layers']}"
-    if isinstance(algorithm.get("dynamic_sampling"), bool):
-        by = algorithm.pop("group_filter", "") or "unequal"
-        algorithm["dynamic_sampling"] = by if algorithm["dynamic_sampling"] else "off"
-    distillation = _section(plain, "distillation")
-    if isinstance(distillation.get("refresh"), str):
-        share = distillation.pop("max_time_share", 0.03)
-        distillation["refresh"] = float(share) if distillation["refresh"] != "off" else 0.0
-    if data.get("curriculum") is True or data.get("shuffle") is False:
-        data["order"] = "curriculum" if data.pop("curriculum", False) else "source"
-        data.pop("shuffle", None)
-    if isinstance(_section(plain, "eval").get("sets"), list):
-        data["eval"] = [*data.get("eval", []), *plain["eval"].pop("sets")]
-
-
-def _drop_removed(plain: dict[str, Any]) -> None:
-    for path, (idle, way) in REMOVED.items():
-        section, _, name = path.rpartition(".")
-        found = _section(plain, section)
-        if name in found and found.pop(name) not in idle:
-            raise ConfigError(f"config: {path} is no setting any more. {way}")
 
 
 def keep_imports(run: Path) -> None:
@@ -390,8 +318,6 @@ def _unknown_key(token: str, config: Config) -> str:
             f"command line: got {token!r}, expected --key.path value. Put two dashes before a key, one value after it."
         )
     key = token.partition("=")[0].removeprefix("--").replace("-", "_")
-    if gone := next((way for path, (_, way) in REMOVED.items() if f"{key}.".startswith(f"{path}.")), ""):
-        return f"{token.partition('=')[0]} is no setting any more. {gone}"
     owner = next((name for name in _keys(config) if key.startswith(f"{name}.")), None)
     if owner:
         flag = "--" + owner.replace("_", "-")

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import AutoLocator, MaxNLocator
 
 from specactor.config import MAX_WINDOW
+from specactor.config.train import gap_bound
 from specactor.errors import DataError
 from specactor.metrics import Value, read_metrics
 
@@ -122,6 +123,10 @@ class Run:
         return value
 
     @property
+    def gap_bound(self) -> float:
+        return gap_bound(self.setting("train.max_logprob_gap"), self.setting("model.dtype"))
+
+    @property
     def state(self) -> str:
         done, wanted = int(self.lines[-1]["step"]), self.setting("train.steps")
         finished = self.has_summary and (wanted is None or done >= wanted)
@@ -170,7 +175,7 @@ def results(run: Run) -> Rows:
     reward = f"{fmean(rewards):.3f} on average" if rewards else "-"
     if len(rewards) >= 2 * ENDS:
         reward = f"{fmean(rewards[:ENDS]):.3f} in the first {ENDS} steps, {fmean(rewards[-ENDS:]):.3f} in the last"
-    logged, bound = len(run.points(GAP)), run.setting("train.max_logprob_gap")
+    logged, bound = len(run.points(GAP)), run.gap_bound
     holes = f", not finite at {logged - len(gaps)} of {logged} steps" if len(gaps) < logged else ""
     gap = _number(max(gaps.values(), default=math.nan), form=".1e") + holes
     return [
@@ -179,7 +184,7 @@ def results(run: Run) -> Rows:
         ("Reward", reward),
         ("Rollout tokens/s", _number(*run.totals("rollout/tokens", "time/rollout_s"), form=",.0f")),
         ("Largest engine-trainer gap, nats", gap),
-        ("Bound of that gap", "-" if bound is None else f"{bound}"),
+        ("Bound of that gap", f"{bound}"),
     ]
 
 
@@ -342,8 +347,8 @@ def _gap(axes: Axes, run: Run) -> None:
     if not shown:
         return
     _curves([("", GAP, "C0", "-")], bottom=None)(axes, run)
-    bound = run.setting("train.max_logprob_gap")
-    if isinstance(bound, int | float) and 0 < bound < math.inf:
+    bound = run.gap_bound
+    if bound < math.inf:
         axes.axhline(bound, color="black", ls="--", lw=1, label="train.max_logprob_gap")
         shown.append(bound)
     axes.set_yscale("log")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 
 from benchmarks.measure import measure_settings
+from specactor.config.train import gap_bound
 from specactor.errors import ConfigError
 from specactor.recipes import load
 
@@ -82,14 +84,9 @@ WRONG: list[tuple[str, str]] = [
         "train.updates_per_step: got 3, expected a divisor of rollout.prompts_per_step = 16. "
         "Groups are never split between updates.",
     ),
-    ("--algorithm.kl k3", "--algorithm.kl is no setting any more. --algorithm.kl-coef is the weight of a k3 penalty."),
     (
         "--algorithm.overlong-buffer 64",
         "algorithm.overlong_buffer: got 64, expected < rollout.max_new_tokens = 64. Shorten the buffer.",
-    ),
-    (
-        "--rollout.stop-token-ids 5",
-        "--rollout.stop-token-ids is no setting any more. Give the token's text to --rollout.stop.",
     ),
     ("--rollout.json-schema {}", "unknown setting --rollout.json-schema. See --help."),
     (
@@ -296,10 +293,6 @@ WRONG: list[tuple[str, str]] = [
         "rollout.engine.max_total_tokens: got 64, expected > rollout.max_new_tokens = 64. "
         "The KV cache must hold at least one whole response: enlarge it, or use None.",
     ),
-    (
-        "--model.tiny.num-layers 2",
-        "--model.tiny.num-layers is no setting any more. Use --model.path tiny, or tiny:LAYERS.",
-    ),
     ("--model.path=", "model.path: got '', expected the folder of a model, or tiny. Give it with --model.path."),
     (
         "--parallel.virtual-pipeline 2",
@@ -340,22 +333,6 @@ WRONG: list[tuple[str, str]] = [
         "or 0 for none.",
     ),
     (
-        "--distillation.refresh every_step",
-        "distillation.refresh: got 'every_step', expected 0.03, as it is written now. See --help for its meaning.",
-    ),
-    (
-        "--distillation.refresh=off",
-        "distillation.refresh: got 'off', expected 0, as it is written now. See --help for its meaning.",
-    ),
-    (
-        "--algorithm.dynamic_sampling True",
-        "algorithm.dynamic_sampling: got 'True', expected unequal, as it is written now. See --help for its meaning.",
-    ),
-    (
-        "--train.routing-replay True",
-        "train.routing_replay: got 'True', expected r3, as it is written now. See --help for its meaning.",
-    ),
-    (
         "--algorithm.critic.gae-lambda 0.9",
         "--algorithm.critic.gae-lambda: given with algorithm.advantage = grpo, which has no critic. Leave it out, or "
         "use --algorithm.advantage gae.",
@@ -374,10 +351,6 @@ WRONG: list[tuple[str, str]] = [
         "--data.eval c.jsonl a/x.jsonl b/x.jsonl",
         "data.eval: got ('c.jsonl', 'a/x.jsonl', 'b/x.jsonl'), expected sets with names of their own. The name of a "
         "further set is that of its file, function or task; rename one.",
-    ),
-    (
-        "--algorithm.group-filter mine:keep",
-        "--algorithm.group-filter is no setting any more. Give the function to --algorithm.dynamic-sampling.",
     ),
     (
         "--algorithm.loss ppo",
@@ -410,6 +383,13 @@ def test_a_wrong_setting_is_one_line(words: str, message: str) -> None:
         load(["quickstart_plain", *words.split()])
     assert str(caught.value) == message
     assert "\n" not in message
+
+
+def test_the_bound_of_the_agreement_follows_from_the_dtype() -> None:
+    for words, bound in (("", 1e-4), ("--model.dtype bfloat16", math.inf)):
+        config = load(["grpo", *words.split()])
+        assert gap_bound(config.train.max_logprob_gap, config.model.dtype) == bound
+    assert gap_bound(0.5, "bfloat16") == 0.5
 
 
 def test_a_recipe_may_say_of_its_critic_what_nobody_reads() -> None:

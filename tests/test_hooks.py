@@ -194,7 +194,7 @@ BAD_SETTINGS = {
     "--algorithm.loss bad:takes_two": "algorithm.loss: got 'bad:takes_two', expected a function (logprobs_T, old",
     "--algorithm.loss bad:not_a_function": "algorithm.loss: got 'bad:not_a_function', expected a function (logprobs_T",
     "--algorithm.dynamic-sampling bad:takes_two": "algorithm.dynamic_sampling: got 'bad:takes_two', expected a func",
-    "--algorithm.dynamic-sampling True": "algorithm.dynamic_sampling: got 'True', expected unequal, as it is written",
+    "--algorithm.dynamic-sampling True": "algorithm.dynamic_sampling: got 'True', expected one of off, unequal, or",
     "--algorithm.advantage grop": "algorithm.advantage: got 'grop', expected one of grpo, dr_grpo, rloo, reinforce_pp",
     "--algorithm.loss ppo": "algorithm.loss: got 'ppo', expected one of ppo_clip, gspo, cispo, or module:function",
 }

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import re
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +18,7 @@ from hypothesis import strategies as st
 from specactor.config import Config
 from specactor.errors import ConfigError
 from specactor.parallel.layout import ModelShape, check
-from specactor.recipes import EXAMPLES, REMOVED, from_json, load, override, recipes, to_json
+from specactor.recipes import EXAMPLES, from_json, load, override, recipes, to_json
 
 NAMES = sorted(recipes())
 SHAPES = {
@@ -62,47 +60,6 @@ def test_a_recipe_is_named_explained_and_fits_its_world(name: str) -> None:
 def test_a_recipe_survives_json_exactly(name: str) -> None:
     config = load([name])
     assert from_json(json.loads(json.dumps(to_json(config)))) == config
-
-
-def written_before(path: str, value: object) -> dict[str, Any]:
-    """The config of a run from when there was a setting `path`."""
-    plain = to_json(load(["quickstart"]))
-    *sections, name = path.split(".")
-    section = plain
-    for part in sections:
-        section = section[part]
-    section[name] = value
-    return plain
-
-
-@pytest.mark.parametrize("path", REMOVED)
-def test_a_run_from_before_a_setting_left_can_be_read_unless_it_did_something(path: str) -> None:
-    idle, way = REMOVED[path]
-    for value in idle:
-        assert from_json(written_before(path, value)) == load(["quickstart"])
-    with pytest.raises(ConfigError, match=rf"^config: {path} is no setting any more\. {re.escape(way)}$"):
-        from_json(written_before(path, "something else"))
-    with pytest.raises(ConfigError, match=rf"is no setting any more\. {re.escape(way)}$"):
-        load(["quickstart", f"--{path.replace('_', '-')}", "1"])
-
-
-@pytest.mark.parametrize("name", ["dapo", "qwen3_8b", "calculator"])
-def test_a_run_of_before_settings_were_merged_can_be_read(name: str) -> None:
-    """Written by the version before."""
-    before = json.loads((Path(__file__).parent / "data" / "configs" / f"{name}.json").read_text())
-    path = before["model"]["path"]
-    assert from_json(before) == load([name, *(["--model.path", path] if path else [])])
-    before["algorithm"] |= {"dynamic_sampling": True, "group_filter": "mine:few"}
-    learns = before["distillation"]["refresh"] != "off"
-    before["distillation"]["max_time_share"] = 0.1 if learns else 0.03
-    before["data"]["shuffle"] = False
-    found = from_json(before)
-    assert (found.algorithm.dynamic_sampling, found.distillation.refresh) == ("mine:few", 0.1 if learns else 0.0)
-    assert found.data.order == "source"
-
-
-def test_a_run_with_one_held_out_file_can_be_read() -> None:
-    assert from_json(written_before("data.eval", "held_out.jsonl")).data.eval == ("held_out.jsonl",)
 
 
 def test_every_family_has_a_recipe() -> None:
@@ -190,14 +147,6 @@ def test_json_of_an_older_version_gets_the_defaults() -> None:
     del plain["tracking"], plain["train"]["schedule"]
     assert from_json(plain) == config
     assert to_json(from_json(plain)) == to_json(config)
-
-
-@pytest.mark.parametrize(("was", "now"), [("", ()), ("folder", ("folder",))])
-def test_json_from_before_there_could_be_several_draft_models(was: str, now: tuple[str, ...]) -> None:
-    plain = to_json(load(["quickstart_plain"]))
-    plain["rollout"]["speculation"]["draft_model"] = was
-    assert from_json(plain).rollout.speculation.draft_model == now
-    assert plain["rollout"]["speculation"]["draft_model"] == was
 
 
 def test_json_that_no_run_wrote() -> None:

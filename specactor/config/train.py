@@ -41,7 +41,7 @@ class CriticConfig:
     """The model that expects rewards, with algorithm.advantage = gae: of the policy's shape, on its devices."""
 
     learning_rate: float = 1e-5
-    """Of its own optimizer; all else is as in train."""
+    """Of its own optimizer, the same in all steps; all else is as in train."""
     warmup_steps: int = 0
     """RL steps in which it learns alone, before the policy does."""
     level: Literal["token", "turn"] = "token"
@@ -167,10 +167,10 @@ class TrainConfig:
     routing_replay: Literal["off", "r2", "r3"] = "off"
     """Mixtures of experts. r3: the policy's passes take the experts that the engine chose for each token; r2: its
     updates take those of the pass before them that gave the old log-probabilities (with updates_per_step > 1)."""
-    max_logprob_gap: float = 1e-4
-    """Largest |engine - trainer| log-probability of a sampled token before the run stops. 1e-4 holds in float32, but
-    for tokens of a mixture between whose experts rounding decides: without routing_replay r3 one in a hundred may be
-    further apart."""
+    max_logprob_gap: float | None = None
+    """Largest |engine - trainer| log-probability of a sampled token before the run stops; None: 1e-4 in float32, inf in
+    bfloat16, where none holds. Of a mixture, between whose experts rounding decides, one token in a hundred may be
+    further apart without routing_replay r3."""
 
     def __post_init__(self) -> None:
         rule = rules_of(self, "train")
@@ -190,17 +190,26 @@ class TrainConfig:
         )
         rule("grad_clip", self.grad_clip > 0, "> 0", "Use for example 1.0.")
         rule("tokens_per_microbatch", self.tokens_per_microbatch >= 1, ">= 1", "It must hold the longest sequence.")
-        rule("max_logprob_gap", self.max_logprob_gap > 0, "> 0", "Use inf for no bound.")
+        gap = self.max_logprob_gap
+        rule("max_logprob_gap", gap is None or gap > 0, "> 0", "Use inf for no bound.")
 
 
-def learning_rate(step: int, train: TrainConfig) -> float:
+def gap_bound(given: float | None, dtype: str) -> float:
+    """Return the bound that holds where `train.max_logprob_gap` is `given` and `model.dtype` is `dtype`."""
+    return given if given is not None else {"float32": 1e-4}.get(dtype, math.inf)
+
+
+def learning_rate(step: int, train: TrainConfig, *, still: int = 0) -> float:
     """Return the rate of RL step `step`, 0 <= step < train.steps (its end beyond), which follows from the step alone.
-    It peaks in the last of `warmup_steps` and in the next step, then stays, or falls to 0, which step `train.steps`
-    would have: no step is spent there."""
+    It is 0 in the first `still` steps, peaks in the last of the next `warmup_steps` and in the step after, then stays,
+    or falls to 0, which step `train.steps` would have: no step is spent there."""
     peak = train.learning_rate
-    if step < train.warmup_steps:
-        return peak * (step + 1) / train.warmup_steps
-    progress = min(1.0, (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps))
+    if step < still:
+        return 0.0
+    rise = still + train.warmup_steps
+    if step < rise:
+        return peak * (step - still + 1) / train.warmup_steps
+    progress = min(1.0, (step - rise) / max(1, train.steps - rise))
     match train.schedule:
         case "constant":
             return peak

@@ -58,8 +58,6 @@ class PromptStream:
 
     def restore(self, state: object) -> None:
         """Go on from a `state`. Raises CheckpointError for one of another data set or seed, and a damaged one."""
-        if isinstance(state, Mapping):
-            state = {"shuffle": 1, **state}  # older checkpoints knew no other order
         keys = ("dataset_len", "seed", "shuffle", "epoch", "position")
         if not isinstance(state, Mapping) or any(type(state.get(key)) is not int for key in keys):
             raise CheckpointError(

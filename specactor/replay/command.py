@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -15,7 +14,6 @@ from dataclasses import asdict
 from html import escape
 from pathlib import Path
 
-import msgspec
 import torch
 from rich import markup
 from rich.console import Console
@@ -26,7 +24,7 @@ from specactor.config.rollout import SAME_BITS, guarantee
 from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
 from specactor.errors import ConfigError, DataError
 from specactor.metrics import read_metrics
-from specactor.recipes import EXAMPLES, from_json, imports_of, to_json
+from specactor.recipes import EXAMPLES, from_json, imports_of
 from specactor.replay import records
 from specactor.replay.audit import noise_of
 from specactor.replay.compare import Finding, Noise, first_difference
@@ -229,14 +227,7 @@ def _say(a: Path, b: Path, console: Console, *, promise: str = "", out: Path | N
 
 
 def _read(run: Path, steps: Sequence[int]) -> list[StepRecord]:
-    return [_of_today(records.read(records.file_of(run, step))) for step in steps]
-
-
-def _of_today(record: StepRecord) -> StepRecord:
-    """Give a record's settings their names of today."""
-    with contextlib.suppress(ConfigError):
-        return msgspec.structs.replace(record, config=to_json(from_json(record.config)))
-    return record
+    return [records.read(records.file_of(run, step)) for step in steps]
 
 
 def _print(found: Finding, console: Console) -> None:

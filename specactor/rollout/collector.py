@@ -177,7 +177,7 @@ class RolloutCollector:
         if group is None:
             return False, 0.5  # as if it had not been tried
         name = self.config.algorithm.dynamic_sampling
-        return hooks.keeps(name, group) if ":" in name else informative(group.rewards), fmean(group.scores)
+        return hooks.keeps(name, group) if ":" in name else informative(group.scores), fmean(group.scores)
 
     def collect_again(self, step: int, alone: Sequence[str]) -> list[ScoredGroup]:
         """Return groups ("3") or responses ("3.1") of the step after `step` finished ones, each generated alone."""
@@ -434,13 +434,10 @@ class RolloutCollector:
         self.prompts.restore(state["prompts"])
         if self.config.rollout.partial:
             size = self.config.rollout.group_size
-            restored = resume.restored(state.get("open_groups", []), group_size=size)
-            self.open_groups = [replace(group, finished=_scored(group.finished)) for group in restored]
-
-
-def _scored(finished: Mapping[str, Trajectory]) -> dict[str, Trajectory]:
-    """Drop the unscored responses of an earlier version, which are generated again."""
-    return {name: samples.packed(t) for name, t in finished.items() if t.reward is not None}
+            self.open_groups = [
+                replace(group, finished={name: samples.packed(t) for name, t in group.finished.items()})
+                for group in resume.restored(state.get("open_groups", []), group_size=size)
+            ]
 
 
 def _check_ends(responses: Iterable[Trajectory]) -> None:

@@ -31,7 +31,7 @@ from specactor.parallel.collective import Collective
 if TYPE_CHECKING:
     from specactor.trainer.policy import PolicyTrainer
 
-FORMAT = 1
+FORMAT = 2
 _CRITIC = "critic"
 """The critic's folder in a checkpoint."""
 _NAME = re.compile(r"step-(\d{6,})")
@@ -207,26 +207,26 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
             f"{path}: was saved with distributed_optimizer = {saved['distributed_optimizer']}, expected "
             f"{now['distributed_optimizer']}. Use the version that wrote it."
         )
-    before = saved.get("optimizer_state", "float32")  # older checkpoints have none
+    before = saved["optimizer_state"]
     if before != now["optimizer_state"]:
         raise CheckpointError(
             f"{path}: was saved with train.optimizer_state = {before}, expected {now['optimizer_state']}: the updates "
             "would be those of two optimizers, since each rounds differently. Go on with the one it was saved with, or "
             "train its exported model in a new run."
         )
-    if now["critic"] and not saved.get("critic", False):
+    if now["critic"] and not saved["critic"]:
         raise CheckpointError(
             f"{path}: was saved without a critic, expected one with algorithm.advantage = gae. Go on with the "
             "advantage it was saved with, or train its exported model in a new run."
         )
-    kept = saved.get("attention", {})  # older checkpoints have none
+    kept = saved["attention"]
     if kept != now["attention"]:
         raise CheckpointError(
             f"{path}: was saved with {kept or 'no attention backend'} in rollout.engine.extra_args, expected "
             f"{now['attention'] or 'none'}: the tokens would be those of two runs, since attention backends "
             "round differently. Go on with the one it was saved with, or train its exported model in a new run."
         )
-    device = saved.get("device", now["device"])  # older checkpoints do not say
+    device = saved["device"]
     if device != now["device"]:
         raise CheckpointError(
             f"{path}: was saved on device {device}, expected {now['device']}: the tokens would be those of two runs, "

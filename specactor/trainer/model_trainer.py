@@ -86,7 +86,7 @@ class ModelTrainer:
             return loss
 
         count = self._run(items, loss_of, forward_only=False, watch=watch)
-        optimizer.set_learning_rate(self.optimizer, learning_rate, self.config.train.weight_decay)
+        optimizer.set_rates(self.optimizer, learning_rate, self.config.train)
         _, grad_norm, _ = self.optimizer.step()  # writes parameters where engines of this host read them
         return sums, float(grad_norm), count
 

@@ -143,10 +143,12 @@ def torch_adams(optimizer: Any) -> Iterator[Any]:
     return (part.optimizer for part in parts(optimizer) if isinstance(part.optimizer, torch.optim.AdamW))
 
 
-def set_learning_rate(optimizer: Any, learning_rate: float, weight_decay: float) -> None:
+def set_rates(optimizer: Any, learning_rate: float, train: TrainConfig) -> None:
+    """Give it the step's rate, and what a checkpoint of other settings would keep."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_mult", 1.0)
-        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+        group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)
+        group["betas"] = train.adam_betas
 
 
 def reset(optimizer: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specactor.config import Config
+from specactor.config.train import gap_bound
 from specactor.cpu import megatron as cpu_platform
 from specactor.errors import SpecActorError
 from specactor.parallel.layout import Layout
@@ -98,8 +99,9 @@ class PolicyTrainer(ModelTrainer):
         self.critic = critic
         if config.train.routing_replay != "off":
             self._replay = RoutingReplay(self.policy)
-        algorithm, temperature, gap = config.algorithm, config.rollout.temperature, config.train.max_logprob_gap
-        self._objective = PolicyObjective(algorithm, temperature, gap, SLACK[config.model.dtype])
+        algorithm, temperature, dtype = config.algorithm, config.rollout.temperature, config.model.dtype
+        gap = gap_bound(config.train.max_logprob_gap, dtype)
+        self._objective = PolicyObjective(algorithm, temperature, gap, SLACK[dtype])
         self._reference: list[Tensor] = []
         if config.algorithm.kl_coef:
             self.take_reference()

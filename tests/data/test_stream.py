@@ -91,14 +91,6 @@ def test_a_foreign_or_damaged_state_is_refused_and_changes_nothing(state: object
     assert stream.take(20) == other.take(20)
 
 
-def test_a_state_of_before_there_was_a_choice_is_of_a_shuffled_stream() -> None:
-    stream, other = PromptStream(10, 7), PromptStream(10, 7)
-    stream.restore({"dataset_len": 10, "seed": 7, "epoch": 0, "position": 4})
-    assert stream.take(8) == other.take(12)[4:]
-    with pytest.raises(CheckpointError, match="shuffle: got 1, expected 0"):
-        PromptStream(10, 7, shuffle=False).restore({"dataset_len": 10, "seed": 7, "epoch": 0, "position": 4})
-
-
 def test_nothing_to_draw_from() -> None:
     with pytest.raises(ConfigError, match=r"data\.train: got 0, expected at least one problem"):
         PromptStream(0, 0)

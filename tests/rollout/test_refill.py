@@ -255,6 +255,16 @@ def test_conversations_that_failed_in_a_replaced_group_are_counted(tmp_path: Pat
     assert own.num_failed == size
 
 
+def test_what_shaping_takes_off_makes_no_group_worth_learning_from(tmp_path: Path, grading: Grading) -> None:
+    """Every response here has another reward, as it has another length. Wrong: rewards that are compared."""
+    make_char_tokenizer(tmp_path)
+    buffer = load(["dapo"]).rollout.max_new_tokens - 1
+    own = collector([Ready()], load_tokenizer(tmp_path), grading, algorithm__overlong_buffer=str(buffer))
+    groups = own.collect(0)
+    assert [sum(g.scores) for g in groups] == [1.0] * 6
+    assert any(set(g.rewards) != {0.0, 1.0} for g in groups)
+
+
 @pytest.mark.parametrize("oversample", ["1", "2"])
 def test_steps_have_the_same_groups_and_go_on_in_the_same_place(
     oversample: str, grading: Grading, tmp_path_factory: pytest.TempPathFactory

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from specactor.config import TrainConfig
+from specactor.trainer.optimizer import set_rates
 from tests.trainer.conftest import OPTIMIZER_STATES, OVERLAPPING
 
 
@@ -36,6 +39,16 @@ def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: dict[str, Any], state: str
     if state != "float32":
         assert found["wrong"] == [False, False]
     assert found["reset"] == [True, True], "moments are forgotten, main weights are not"
+
+
+def test_what_a_checkpoint_remembers_of_settings_is_set_again() -> None:
+    """Wrong: betas of the run that saved it."""
+    saved = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], betas=(0.8, 0.99), weight_decay=0.3)
+    now = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    now.load_state_dict(saved.state_dict())
+    set_rates(now, 0.5, TrainConfig(adam_betas=(0.9, 0.95), weight_decay=0.1))
+    [group] = now.param_groups
+    assert (group["betas"], group["lr"], group["weight_decay"]) == ((0.9, 0.95), 0.5, 0.1)
 
 
 @pytest.mark.parametrize("state", OPTIMIZER_STATES)

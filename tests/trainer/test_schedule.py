@@ -33,6 +33,13 @@ def test_cosine() -> None:
     assert got == pytest.approx([1.0, (1 + half) / 2, 0.5, (1 - half) / 2, 0.0, 0.0])
 
 
+def test_it_begins_when_the_critic_has_learned_alone() -> None:
+    """Wrong: a rise that is over before the policy learns."""
+    train = TrainConfig(steps=9, learning_rate=1.0, warmup_steps=4, schedule="linear")
+    got = [learning_rate(step, train, still=3) for step in range(10)]
+    assert got == pytest.approx([0, 0, 0, 0.25, 0.5, 0.75, 1.0, 1.0, 0.5, 0.0])
+
+
 @given(
     steps=st.integers(0, 50),
     warmup=st.integers(0, 60),
