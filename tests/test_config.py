@@ -90,6 +90,11 @@ WRONG: list[tuple[str, str]] = [
     ),
     ("--rollout.json-schema {}", "unknown setting --rollout.json-schema. See --help."),
     (
+        "--rollout.engine.extra-args enable-dp-attention=true",
+        "rollout.engine.extra_args: got 'enable_dp_attention', expected another argument. All ranks of an engine must "
+        "hold the same batch. Use more engines: parallel.engines.",
+    ),
+    (
         "--rollout.engine.extra-args speculative_algorithm=EAGLE",
         "rollout.engine.extra_args: got ['speculative_algorithm'], expected no speculative_* argument. SGLang's own "
         "speculation does not keep the text: on a GPU it accepts drafts by coins that plain decoding does not toss, on "

@@ -12,6 +12,17 @@ from typing import ClassVar, Literal, NamedTuple
 from specactor.config.rules import require, rules_of
 from specactor.config.speculation import INEXACT, SpeculationConfig
 
+ONE_BATCH = "All ranks of an engine must hold the same batch. Use more engines: parallel.engines."
+NOT_EXTRA = {
+    "enable_deterministic_inference": "It is always on: the noise of a token is keyed by it.",
+    "sampling_backend": "Tokens are drawn with noise of their own, by one backend.",
+    "preferred_sampling_params": "Use rollout.temperature and its neighbours, which the trainer knows.",
+    "enable_dp_attention": ONE_BATCH,
+    "dp_size": ONE_BATCH,
+    "pp_size": ONE_BATCH,
+}
+"""Arguments of SGLang with which tokens would be others, or engines hang, and why."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -46,8 +57,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         rule = rules_of(self, "rollout.engine")
-        own = sorted(name for name in self.extra_args if name.replace("-", "_").startswith("speculative_"))
+        named = [name.replace("-", "_") for name in self.extra_args]
+        own = sorted(name for name in named if name.startswith("speculative_"))
         require(not own, "rollout.engine.extra_args", own, "no speculative_* argument", INEXACT)
+        for name, way in NOT_EXTRA.items():
+            require(name not in named, "rollout.engine.extra_args", name, "another argument", way)
         rule("max_running_requests", self.max_running_requests >= 1, ">= 1", "Use a positive number.")
         rule("memory_fraction", 0 < self.memory_fraction < 1, "between 0 and 1", "Use for example 0.5.")
         rule(

@@ -124,7 +124,7 @@ def backend_class() -> type:
     class TiledAttention(TritonAttnBackend):  # type: ignore[misc]
         def __init__(self, model_runner: Any, **named: Any) -> None:
             super().__init__(model_runner, **named)
-            _check(self, room=self.max_kv_splits * kernels.SPLIT)
+            _check(self, model_runner, room=self.max_kv_splits * kernels.SPLIT)
             # A graph reads it where it was when the graph was captured.
             self._sizes = self.kv_indptr.new_zeros(len(self.kv_indptr) - 1)
             self.decode_attention_fwd = self._attend
@@ -166,12 +166,13 @@ def backend_class() -> type:
     return TiledAttention
 
 
-def _check(backend: Any, *, room: int) -> None:
+def _check(backend: Any, runner: Any, *, room: int) -> None:
     """Raise EngineError for what `tiles` has not."""
     refused = {
         "latent attention": backend.use_mla,
         "a sliding window": bool(backend.sliding_window_size),
         "pages of several tokens": backend.page_size != 1,
+        f"keys in {runner.kv_cache_dtype}": runner.kv_cache_dtype != runner.dtype,
         "keys spread over ranks": backend.dcp_size > 1,
         f"a context of more than {room} tokens": backend.max_context_len > room,
     }

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -370,17 +371,18 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return int(req.sampling_params.max_new_tokens) - len(req.output_ids)
 
     def _agreed(self, lists: list[list[int]]) -> list[list[int]]:
-        """Return rank 0's lists of non-negative numbers, as many as each rank has."""
+        """Return rank 0's lists, as many as each rank has: trees, and at most two numbers for each of them."""
         parallel = get_parallel()
         if parallel.tp_size == 1:
             return lists
-        group = parallel.tp_group
-        # each holds at most a tree, or a number per request
-        padded = torch.full((len(lists), max(2 * self._max_rows, len(lists))), -1, dtype=torch.int64)
-        for row, values in zip(padded, lists, strict=True):
-            row[: len(values)] = torch.tensor(values, dtype=torch.int64)
-        dist.broadcast(padded, src=group.ranks[0], group=group.cpu_group)
-        return [[value for value in row if value >= 0] for row in padded.tolist()]
+        group, count = parallel.tp_group, len(lists)
+        packed = np.zeros(count * (2 * self._max_rows + 3), dtype=np.int32)  # their lengths, then their numbers
+        packed[:count] = [len(values) for values in lists]
+        packed[count : count + packed[:count].sum()] = [value for values in lists for value in values]
+        dist.broadcast(torch.from_numpy(packed), src=group.ranks[0], group=group.cpu_group)
+        ends = accumulate(packed[:count].tolist(), initial=count)
+        numbers = packed.tolist()
+        return [numbers[begin:end] for begin, end in pairwise(ends)]
 
     def _emit(
         self, result: GenerationBatchResult, rows: Rows, paths: Sequence[Sequence[int]], base: torch.Tensor

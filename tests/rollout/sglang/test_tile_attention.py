@@ -38,6 +38,7 @@ def test_the_backend_decodes_verifications_with_the_bits_of_plain_rounds() -> No
     assert found["sizes"] == [4, 0, 0, 0, 1, 1, 1, 1]
     assert "pages of several tokens" in found["refused"][0]
     assert "a sliding window" in found["refused"][1]
+    assert "keys in torch.float8_e5m2" in found["refused"][2]
 
 
 def test_kernels_compile_for_a_hopper(tmp_path: Path) -> None:

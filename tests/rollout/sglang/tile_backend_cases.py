@@ -71,6 +71,7 @@ def backend(pools: Pools, **other: Any) -> Any:
         model_config=model,
         spec_algorithm=None,
         kv_cache_dtype=torch.float32,
+        dtype=torch.float32,
         decode_num_tokens_per_req=lambda: 1,
     )
     vars(runner).update(other)
@@ -178,7 +179,11 @@ def main() -> None:
         "others differ": not torch.equal(verified[1], alone[0]),
         "graph": torch.equal(replayed(attention, q, rows), verified),
         "sizes": attention._sizes[:8].tolist(),
-        "refused": [refused(pools, page_size=64), refused(pools, sliding_window_size=128)],
+        "refused": [
+            refused(pools, page_size=64),
+            refused(pools, sliding_window_size=128),
+            refused(pools, kv_cache_dtype=torch.float8_e5m2),
+        ],
     }
     print(json.dumps(found))
 
