@@ -123,7 +123,7 @@ def test_every_element_of_an_engine_is_written_once_with_what_its_loader_gives_i
             assert np.array_equal(loader.parameters[name], value), name
 
 
-@settings(max_examples=400 if settings.get_current_profile_name() == "deep" else 25)
+@settings(max_examples=400 if settings.get_current_profile_name() == "deep" else 8)
 @given(pairs(), st.integers(2, 4), st.sampled_from([16, 2**20]))
 def test_what_no_rank_of_a_host_has_crosses_to_it_once(pair: Pair, num_hosts: int, piece: int) -> None:
     """Every element is another number, so what crosses is known from numbers alone: those that the engines of a host
