@@ -1,6 +1,5 @@
-"""One RL step, as every rank executes it: begin at `SpecActor.step`.
-
-A rank's own share of the work happens inside `Collective.together`, after which all ranks hold the same values.
+"""One RL step, as every rank executes it: begin at `SpecActor.step`. A rank's own share happens in
+`Collective.together`, after which all hold the same values.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class SpecActor:
 
     def step(self, save: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Take policy version v to v + 1; return metrics without times and memory, equal on all ranks. `save` writes a
-        checkpoint if one is due, while the trainer has the devices' memory."""
+        due checkpoint, while the trainer has the devices' memory."""
         step = self.steps_done + 1
         traced = self.progress.recorder.on = step in self.config.tracking.trace
         self.rollouts.take_stats(trace=traced)  # what follows is counted from here
@@ -126,7 +125,7 @@ class SpecActor:
         return self.collective.gather(own, list[list[float]])[0]  # a hook may answer as it likes
 
     def train(self, batch: Sequence[TrainSequence]) -> TrainStats:
-        """Make one or more optimizer updates, which give the policy's next version."""
+        """Make one or more optimizer updates towards the next version."""
         recorder = self.distillation.recorder if self.distillation is not None else None
         algorithm = self.config.algorithm
         still = algorithm.critic.warmup_steps if algorithm.advantage == "gae" else 0
@@ -142,8 +141,7 @@ class SpecActor:
         return stats
 
     def sync(self) -> SyncReport:
-        """Replace engines that died, bring all to the versions of the policy and the draft model, and let them
-        generate."""
+        """Replace dead engines, bring all to the versions of policy and draft model, and let them generate."""
         cause: WeightSyncError | None = None
         for _ in range(self.config.rollout.engine.max_restarts + 1):
             replaced = self.collective.together("engine restart", self.pool.restart_lost)
@@ -174,7 +172,7 @@ class SpecActor:
         ) from cause
 
     def refresh(self, batch: Sequence[TrainSequence]) -> dict[str, float]:
-        """Let the draft model, if it learns, learn from the batch; return metrics."""
+        """Let the draft model learn from the batch; return metrics."""
         if self.distillation is None:
             return {}
         spent, is_last = self.progress.spent(), self.steps_done == self.config.train.steps

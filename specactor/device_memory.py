@@ -1,6 +1,5 @@
-"""Who has the memory of shared GPUs: engines while they generate, the trainer while it learns.
-
-Engines span several ranks' devices, so hand-overs are collective: nobody takes before all have given.
+"""Who has the memory of shared GPUs: engines while they generate, the trainer while it learns. Engines span ranks'
+devices, so hand-overs are collective: nobody takes before all have given.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 
 class DeviceMemory:
-    """Memory of this rank's engines and trainer, handed over where both are on the same GPUs (`is_shared`). All methods
-    are collective."""
+    """This rank's engines and trainer, which hand memory over on the same GPUs (`is_shared`). All methods are
+    collective."""
 
     def __init__(self, collective: Collective, engines: Engines, *, is_shared: bool) -> None:
         self._collective, self._engines, self._is_shared = collective, engines, is_shared
@@ -115,7 +114,7 @@ class HostCopies:
         torch.cuda.synchronize()  # until then nobody may write the copies
 
     def held(self, owner: Any, name: str) -> Tensor | None:
-        """Return what was last moved of a parameter's weight or of its optimizer's state."""
+        """Return a parameter's weight or optimizer state as last moved."""
         return self._hosts.get((id(owner), name))
 
 

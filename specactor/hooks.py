@@ -22,7 +22,7 @@ __all__ = ["Advantage", "Agent", "AsyncReward", "DataSource", "Environment", "Gr
 
 
 class Reward(Protocol):
-    """A ``verifier`` scores in [0, 1]; the async ones of a step are awaited together."""
+    """A ``verifier`` scores in [0, 1]; async ones are awaited together."""
 
     def __call__(self, response: str, problem: Problem, /) -> float: ...
 
@@ -78,7 +78,7 @@ def hook(setting: str, name: str) -> Callable[..., Any]:
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for a hook among the settings that is missing, or has another form."""
+    """Raise ConfigError for a hook of the settings that is missing or malformed."""
     for setting in ARGUMENTS:
         if ":" in (name := attrgetter(setting)(config)):
             hook(setting, name)
@@ -94,7 +94,7 @@ def called(setting: str, name: str, *arguments: object) -> Any:
 
 
 def advantages_by(name: str, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the advantages of a hook. Raises DataError for another shape, or a number that is not finite."""
+    """Return a hook's advantages. Raises DataError for another shape, or non-finite ones."""
     setting = "algorithm.advantage"
     found = called(setting, name, rewards)
     try:
@@ -113,8 +113,7 @@ def advantages_by(name: str, rewards: Sequence[Sequence[float]]) -> list[list[fl
 
 
 def loss_by(name: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
-    """Return the loss of a hook, with its gradient. Raises DataError for another shape, or a value that is not
-    finite."""
+    """Return a hook's loss, with gradient. Raises DataError for another shape, or non-finite ones."""
     setting = "algorithm.loss"
     loss_T: Tensor = called(setting, name, logprobs_T, old_logprobs_T, advantages_T)
     shape = getattr(loss_T, "shape", None)
@@ -129,7 +128,7 @@ def loss_by(name: str, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T:
 
 
 def keeps(name: str, group: ScoredGroup) -> bool:
-    """Return whether the hook keeps the group. Raises DataError for an answer that is no bool."""
+    """Return whether the hook keeps the group. Raises DataError for no bool."""
     setting = "algorithm.dynamic_sampling"
     kept = called(setting, name, group)
     if not isinstance(kept, bool):

@@ -31,7 +31,7 @@ def accuracy(scores: Sequence[float]) -> float:
 
 
 def of_evaluation(sets: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, float]:
-    """Return avg@n and pass@k of each held-out set with n samples, k = 2, 4, .. and n."""
+    """Return each held-out set's avg@n and pass@k, k = 2, 4, .. and n."""
     found: dict[str, float] = {}
     for name, groups in sets.items():
         key = f"accuracy/{name}"
@@ -43,8 +43,8 @@ def of_evaluation(sets: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, float]
 
 
 def pass_at(k: int, scores: Sequence[float]) -> float:
-    """Return the chance that one of k of n responses is right, an unbiased estimate for k fresh ones (arXiv 2107.03374
-    eq. 1). Integers are rounded once."""
+    """Return P(one of k responses is right), an unbiased estimate from n (arXiv 2107.03374 eq. 1). Integers are rounded
+    once."""
     wrong, draws = sum(score < SOLVED for score in scores), math.comb(len(scores), k)
     return (draws - math.comb(wrong, k)) / draws
 
@@ -204,9 +204,8 @@ def of_time(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[
 
 
 def check_agreement(stats: TrainStats, *, step: int, bound: float, routes_freely: bool) -> None:
-    """Raise AgreementError when log-probabilities of too many tokens differ by more than `bound`,
-    `train.max_logprob_gap`, between engine and trainer. `routes_freely`: rounding may choose other experts in the
-    trainer."""
+    """Raise AgreementError when log-probabilities of too many tokens differ by more than `bound` between engine and
+    trainer. `routes_freely`: rounding may choose other experts."""
     allowed = ROUTED_APART if routes_freely else 0.0
     if stats.logprob_gap_share <= allowed:  # nan is no agreement either
         return

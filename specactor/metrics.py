@@ -170,7 +170,7 @@ WANDB_FINISH_S = 60  # longest waits when a run starts and ends; uploads run in 
 
 
 class Tracker:
-    """Writes on rank 0. Lines after ``resume_step``, and one that a crash cut short, are removed; 0 starts anew."""
+    """Writes on rank 0. Lines after ``resume_step``, or cut short, are removed; 0 starts anew."""
 
     def __init__(
         self, run_dir: Path, config_json: Mapping[str, Any], tracking: TrackingConfig, resume_step: int = 0
@@ -212,7 +212,7 @@ class Tracker:
             self._to_wandb(lambda run: run.summary.update(dict(values)))
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the files, waiting at most `WANDB_FINISH_S` for uploads; may be called twice."""
+        """Close the files, waiting at most `WANDB_FINISH_S`; harmless twice."""
         self._file.close()
         if self._run is not None:
             self._to_wandb(lambda run: run.finish(exit_code=exit_code))
@@ -227,7 +227,7 @@ class Tracker:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Value]]:
-    """Return the lines of metrics.jsonl, each with its "step"; a number that was not finite is nan."""
+    """Return the lines of metrics.jsonl, each with "step"; non-finite numbers are nan."""
     lines = _whole_lines(run_dir / "metrics.jsonl")
     return [{k: math.nan if v is None else v for k, v in json.loads(line).items()} for line in lines]
 

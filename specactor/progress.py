@@ -1,7 +1,7 @@
 """What a person sees of a run: a live line on a terminal, one line per step, a table at the end.
 
-Invariants: without a terminal only whole plain lines are written, no control codes; a rank that prints nothing still
-measures its phases, also those that fail; every change of phase is told.
+Invariants: without a terminal only plain lines are written; a rank that prints nothing still measures its phases, also
+failed ones; every change of phase is told.
 """
 
 from __future__ import annotations
@@ -37,11 +37,8 @@ assert all(metric in METRICS for _, metric, _, _ in COLUMNS)
 
 
 class Progress:
-    """Progress of one run on this rank.
-
-    `quiet` prints nothing. `on_phase` gets each new phase ("" between two) and the number of finished steps. `clock`
-    gives seconds.
-    """
+    """One run's progress on this rank; `quiet` prints nothing. `on_phase` gets each new phase ("" between two) and the
+    number of finished steps."""
 
     def __init__(
         self,
@@ -123,13 +120,13 @@ class Progress:
         self.update(tokens_per_s=self._tokens / spent if spent > 0 else 0.0)
 
     def count(self, done: int, total: int, *, loss: float) -> None:
-        """Show `done` of `total` supervised steps, and print a line at every fifth of the way."""
+        """Show supervised steps, and print a line at every fifth of the way."""
         self.update(done=done, total=total, loss=loss)
         if done * 5 // total > (done - 1) * 5 // total:
             self.note(f"{self._phase} {done}/{total}, loss {loss:.4f}")
 
     def update(self, **values: float) -> None:
-        """Set values of the status line: tokens_per_s, reward, accuracy and others. Cheap; any thread may call it."""
+        """Set values of the status line: tokens_per_s, reward and others, from any thread."""
         self._shown = {**self._shown, **values}
 
     def note(self, text: str) -> None:
@@ -166,7 +163,7 @@ class Progress:
             self._print(f"{name:<{width}}  {value}")
 
     def time_left_s(self) -> float | None:
-        """Return the seconds of the remaining steps, at the mean of the last ten; None before the first step."""
+        """Return the remaining steps' seconds, at the last ten's mean; None at first."""
         recent = self._step_times[-10:]
         if not recent:
             return None

@@ -94,7 +94,7 @@ def load(argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
 
 
 def load_or_exit(argv: Sequence[str], *, prog: str = "train_moe.py", quiet: bool = False) -> Config:
-    """Exit with 2 on a ConfigError; with `quiet` later than rank 0: torchrun ends all ranks at the first exit."""
+    """Exit with 2 on a ConfigError; with `quiet` after rank 0: torchrun ends all at the first exit."""
     try:
         return load(argv, prog=prog)
     except ConfigError as error:

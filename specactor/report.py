@@ -1,7 +1,7 @@
 """One HTML page of a run: recipe, results, and metrics over the steps.
 
-Invariants: no script and no network, as its security policy says; texts from files are escaped; equal files give equal
-pages; a value that was not finite is a hole in its curve.
+Invariants: no script and no network; texts from files are escaped; equal files give equal pages; a value that was not
+finite is a hole in its curve.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """Read a run. Raises DataError for a folder or file of none."""
+        """Read a run. Raises DataError for none."""
         expected = "expected the folder of a run, with lines in metrics.jsonl. Name for example runs/quickstart."
         if not (folder / "metrics.jsonl").is_file():
             raise DataError(f"{folder}: got no metrics.jsonl, {expected}")
@@ -101,17 +101,17 @@ class Run:
         return cls(name=name, config=config, lines=lines, has_summary=(folder / "summary.json").exists())
 
     def points(self, metric: str) -> dict[int, float]:
-        """Return step -> value, in order; nan where it was not finite."""
+        """Return step -> value, in order; nan for non-finite."""
         logged = {int(line["step"]): line[metric] for line in self.lines if metric in line}
         numbers = {step: float(value) for step, value in logged.items() if isinstance(value, int | float)}
         return {step: value if math.isfinite(value) else math.nan for step, value in numbers.items()}
 
     def finite(self, metric: str) -> dict[int, float]:
-        """Return step -> value where the metric was logged and finite, in order."""
+        """As `points`, where finite."""
         return {step: value for step, value in self.points(metric).items() if math.isfinite(value)}
 
     def totals(self, *metrics: str) -> list[float]:
-        """Return the sums over the steps at which all of the metrics are finite; nan without such a step."""
+        """Return the sums over the steps where all are finite; nan without any."""
         found = [self.finite(metric) for metric in metrics]
         steps = [step for step in found[0] if all(step in of for of in found)]
         return [sum(of[step] for step in steps) if steps else math.nan for of in found]

@@ -74,10 +74,9 @@ def run(
     """Train the policy. Raises SpecActorError on every rank when one fails.
 
     Args:
-        local_rank: number of the rank, and of its device, on its host.
-        head: host of rank 0, as the others know it.
-        failures: is told who takes part.
-        store: the ranks meet in it; by default in the launcher's.
+        local_rank: number of the rank, and its device, on its host.
+        head: rank 0's host, as others know it.
+        store: where ranks meet; None: the launcher's.
     """
     layout = _checked(config, world)
     device = init_groups(layout, config.parallel, seed=config.seed, local_rank=local_rank, store=store)
@@ -232,7 +231,7 @@ def _start_engines(job: _Job, start: Path) -> tuple[EnginePool, DrafterPool]:
 
 
 def _planned(config: Config, members: Sequence[Member], collective: Collective, progress: Progress) -> Config:
-    """Decide who drafts, where measured costs can say. It stands in config.json, so a replay drafts alike."""
+    """Decide who drafts, where costs were measured; in config.json, so a replay drafts alike."""
     speculation = config.rollout.speculation
     if speculation.mode != "auto" or not speculation.cost_table:
         return config
@@ -264,7 +263,7 @@ def _distillation(job: _Job, trainer: PolicyTrainer, pool: EnginePool, drafters:
 
 
 def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, dict[str, Dataset]]:
-    """Return what is learned from, and held-out sets, whose problems it does not have."""
+    """Return what is learned from, and disjoint held-out sets."""
     room = longest_prompt(config, model_shape(config).max_position)
     data, count = config.data, config.eval.problems
     sets = [build_dataset(s, tokenizer, max_prompt_tokens=room) for s in (data.train_source, *data.mixed_sources)]
@@ -320,7 +319,7 @@ def _own_engines(job: _Job, model_dir: Path, access_of: Callable[[int], DrafterA
 
 
 def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
-    """Return for each engine the rank that starts it, and its first device there."""
+    """Return each engine's starting rank, and first device there."""
     views, local_ranks = [member.view for member in members], [member.local_rank for member in members]
     size, pooled = config.parallel.engine_tensor, config.lends_devices
     return [
@@ -374,7 +373,7 @@ def _replay(actor: SpecActor, replay: Replay, tracker: Tracker | None) -> None:
 
 
 def _write_checkpoint(actor: SpecActor, folder: RunFolder, unfinished: list[Callable[[], Path]]) -> None:
-    """Write one if due; append to `unfinished` what makes it whole once the step's metrics are on disk."""
+    """Write one if due; append to `unfinished` what makes it whole, after the step's metrics."""
     done, every, keep = actor.steps_done, actor.config.checkpoint.every, actor.config.checkpoint.keep
     if done != actor.config.train.steps and not (every and done % every == 0):
         return

@@ -1,4 +1,4 @@
-"""The files of a run, and the rule for starting in a folder that already holds one."""
+"""The files of a run, and the rule for starting in its folder again."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RunFolder:
         return self.root / "status.json"
 
     def write_status(self, status: Status) -> None:
-        """Replace it: a reader sees the old or the new one, whole. It is not forced to the disk."""
+        """Replace it, whole, without forcing it to the disk."""
         self.root.mkdir(parents=True, exist_ok=True)
         fresh = self.status.with_name("status.json.tmp")
         fresh.write_text(json.dumps(asdict(status)) + "\n")
@@ -89,7 +89,7 @@ class RunFolder:
             return None
 
     def trace(self, step: int, host: int = 0) -> Path:
-        """Return the trace file of an RL step on one host of the job; that of host 0 has no number."""
+        """Return an RL step's trace file on one host; host 0's has no number."""
         return self.root / "traces" / (f"step-{step:06}" + (f"-host-{host}" if host else "") + ".json")
 
     def write_traces(self, step: int, spans: Sequence[Mapping[str, Sequence[Span]]]) -> None:
@@ -103,8 +103,7 @@ class RunFolder:
         return self.root / "draft_model"
 
     def evaluation(self, step: int, name: str = "eval") -> Path:
-        """Return the file of a set's held-out problems and responses after `step` RL steps, one JSON object per
-        line."""
+        """Return the file of a set's held-out responses after `step` RL steps, a JSON object per line."""
         return self.root / "evaluations" / f"step-{step:06}{'' if name == 'eval' else f'-{name}'}.jsonl"
 
     def write_evaluation(
@@ -136,8 +135,8 @@ class RunFolder:
 
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Path | None:
-    """Return the checkpoint that `config.resume` asks for; None to start at step 0. Raises ConfigError for an existing
-    run without resume, CheckpointError for a missing checkpoint."""
+    """Return the checkpoint that `config.resume` asks for; None: step 0. Raises ConfigError for an existing run without
+    resume, CheckpointError for a missing one."""
     if config.resume == "off":
         if folder.metrics.exists():
             raise ConfigError.at(

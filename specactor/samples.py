@@ -1,6 +1,5 @@
-"""A response stays on the rank whose engine gave it, and goes to ranks that read it.
-
-Invariants: every rank knows every sample's lengths and statistics; reading values that are elsewhere is an error.
+"""A response stays on the rank whose engine gave it, and goes to ranks that read it; all know its length and
+statistics. Reading values that are elsewhere is an error.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def joined(prompt: Sequence[int], response: Sequence[int]) -> Sequence[int]:
 
 
 def told(own: Sequence[Trajectory], collective: Collective) -> list[Trajectory]:
-    """Return all ranks' packed responses, by rank, those of others without their values. Collective."""
+    """Return all ranks' packed responses, by rank, others' without values. Collective."""
     heads = list(map(_head, own))
     found: list[Trajectory] = []
     for rank, part in enumerate(collective.gather(heads, list[tuple[Trajectory, list[list[tuple[str, int]]]]])):
@@ -97,7 +96,7 @@ def _there(head: Trajectory, values: Sequence[Sequence[tuple[str, int]]], rank: 
 
 
 def fetch(samples: Sequence[Sample], wanted: Iterable[int], fields: Sequence[str]) -> list[Sample]:
-    """Return the samples, with `fields` of those `wanted` and of their branches on this rank. Collective."""
+    """Return the samples, with `fields` of `wanted` ones and their branches. Collective."""
     parts = list(map(_with_branches, samples))
     owners = chain(*([i] * len(part) for i, part in enumerate(parts)))
     asked = {*wanted}

@@ -1,7 +1,5 @@
 """What processes did when, for Perfetto (https://ui.perfetto.dev). PURE. Times are seconds of `time.perf_counter`, one
-clock per host.
-
-Invariants: memory is bounded, the oldest spans go first; a recorder that is off keeps nothing.
+clock per host. Memory is bounded, the oldest spans go first; off, nothing is kept.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class RoundTrace:
         rows: int,
         emitted: int,
     ) -> None:
-        """Record a round that could have drafts; its tokens are handed out last. SGLang's own time is a gap."""
+        """Record a round that could have drafts; its tokens are handed out last."""
         if not self.recorder.on:
             return
         self.end_stretch()
@@ -94,8 +92,7 @@ class RoundTrace:
 
 
 def chrome_trace(processes: Mapping[str, Sequence[Span]]) -> bytes:
-    """Return the spans of each process, by its name, as JSON in Chrome's trace event format; time 0 is the first
-    start."""
+    """Return processes' spans as JSON in Chrome's trace event format, from the first start on."""
     origin = min((span.start_s for spans in processes.values() for span in spans), default=0.0)
     events: list[dict[str, object]] = []
     for pid, (process, spans) in enumerate(processes.items(), 1):

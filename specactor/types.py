@@ -51,7 +51,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """The first tokens of an unfinished response, by whatever engines and in whatever steps."""
+    """An unfinished response's first tokens, of any engines and steps."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # as of `Trajectory`: each is of the policy that the token was sampled from
@@ -75,10 +75,8 @@ class RolloutRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One response; of a conversation all turns, and what its environment said in between.
-
-    Values are tuples and bytes while it is generated, then arrays, here or elsewhere (`specactor.samples`).
-    """
+    """One response; of a conversation all turns and its environment's. Values are tuples and bytes while it is
+    generated, then arrays, here or elsewhere (`specactor.samples`)."""
 
     request_id: str
     group_id: int

@@ -76,7 +76,7 @@ class DataConfig:
         return [self._source(name, size=self._size, seed=0) for name in self.mix]
 
     def eval_source(self, problems: int) -> SourceConfig:
-        """Return the source of so many held-out problems of the first set, or of all that its file has."""
+        """Return the first set's source with so many held-out problems, or all of its file."""
         return self.eval_sources(problems)["eval"]
 
     def eval_sources(self, problems: int) -> dict[str, SourceConfig]:

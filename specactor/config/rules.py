@@ -31,8 +31,7 @@ MAY_BE_INFINITE = ("train.max_logprob_gap", "distillation.refresh")
 
 
 def check_values(value: object, name: str = "") -> None:
-    """Raise ConfigError for nan, an infinity that says nothing, and a NUL in a text, inside sections and lists too.
-    `name` is the value's dotted path."""
+    """Raise ConfigError for nan, an infinity that says nothing, or a NUL in a text, also inside sections and lists."""
     if is_dataclass(value):
         for item in fields(value):
             check_values(getattr(value, item.name), f"{name}.{item.name}".removeprefix("."))

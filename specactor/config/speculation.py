@@ -32,7 +32,7 @@ def of_draft_model(drafter: str) -> tuple[str, int] | None:
 
 
 def kind_of(drafter: str) -> str:
-    """Return model or decoupled for a drafter with a draft model, and an empty text for any other."""
+    """Return model or decoupled for a drafter with a draft model, else ""."""
     found = of_draft_model(drafter)
     return found[0] if found else ""
 
@@ -117,8 +117,7 @@ class SpeculationConfig:
 
     @property
     def first_draft_model(self) -> str:
-        """Return the folder of the draft model that is kept fresh, and that the warm-up makes; empty where there is
-        none."""
+        """Return the folder of the draft model that is kept fresh and made by the warm-up, or ""."""
         return self.draft_model[0] if self.draft_model else ""
 
     def with_first(self, folder: str) -> SpeculationConfig:

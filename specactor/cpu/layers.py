@@ -1,8 +1,8 @@
-"""Attention of packed sequences, also under context parallelism, and experts with the checkpoints of `SequentialMLP`,
-for Megatron's local layer spec.
+"""Attention of packed sequences, also under context parallelism, and experts with `SequentialMLP`'s checkpoints, for
+Megatron's local layer spec.
 
 Shapes: T packed tokens, H query heads, G key-value heads, D head size, B sequences of a bucket, L and K padded query
-and key lengths, I and O widths of a linear map.
+and key lengths, I and O widths.
 """
 # ruff: noqa: N815 - tensor fields carry shape suffixes
 
@@ -90,8 +90,8 @@ def _context_mask(offset_L: Tensor, lengths_B1: Tensor, ranks: int, rank: int) -
 
 
 def positions(offset: Tensor, length: Tensor, ranks: int, rank: int) -> Tensor:
-    """Return the position in its sequence of the token at `offset` of the `length` that `rank` holds of it: chunks
-    number `rank` and 2 * ranks - 1 - rank of 2 * ranks."""
+    """Return the position in its sequence of the token at `offset` of `rank`'s `length`: chunks number `rank` and 2 *
+    ranks - 1 - rank of 2 * ranks."""
     chunk = length // 2
     return offset + torch.where(offset >= chunk, (2 * ranks - 2 - rank) * chunk, rank * chunk)
 
@@ -195,8 +195,7 @@ def _rotation(
 
 
 class GroupedLinear(torch.autograd.Function):
-    """y_TO[t] = W[e(t)] x_TI[t], for x_TI sorted by expert, `counts` tokens of each (E ints that sum to T), and E
-    weights of shape (O, I)."""
+    """y_TO[t] = W[e(t)] x_TI[t]: x sorted by expert, `counts` tokens each (E ints that sum to T); E weights (O, I)."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, counts: list[int], *weights_OI: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
-"""The megatron-core wheel without TransformerEngine: every change to its private names is here.
-
-The changes are process-wide. References that need transformers' own MoE models are computed in another process.
+"""The megatron-core wheel without TransformerEngine: every change to its private names is here, and process-wide.
+References with transformers' own MoE models need another process.
 """
 
 from __future__ import annotations

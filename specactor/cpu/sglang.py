@@ -11,7 +11,7 @@ _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "LOCAL_", "ROLE_
 
 
 def environment(cores: Sequence[int | str] = ()) -> dict[str, str]:
-    """Return the variables of an engine without a GPU. Args: cores: one per tensor-parallel rank."""
+    """Return the variables of an engine on `cores`, one per tensor-parallel rank."""
     inherited = os.environ.get("PYTHONPATH")
     variables = {
         "PYTHONPATH": os.pathsep.join([str(SHIMS), *([inherited] if inherited else [])]),
@@ -29,7 +29,7 @@ def environment(cores: Sequence[int | str] = ()) -> dict[str, str]:
 
 
 def process_environment(devices: Sequence[int | str]) -> dict[str, str]:
-    """Return the whole environment of an engine's process, on GPUs if there are any."""
+    """Return the whole environment of an engine's process, GPU or not."""
     # What torchrun tells its ranks is left out: an engine is a world of its own.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN_PREFIXES)}
     if has_gpu():
@@ -38,7 +38,7 @@ def process_environment(devices: Sequence[int | str]) -> dict[str, str]:
 
 
 def gpu_environment(devices: Sequence[int | str]) -> dict[str, str]:
-    """Return the variables of an engine on GPUs. Args: devices: UUIDs, or numbers as this process counts them."""
+    """Return the variables of an engine on GPUs, by UUID or this process's numbers."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     given = visible.split(",") if visible else []
     names = [device if isinstance(device, str) else given[device] if given else str(device) for device in devices]
@@ -56,7 +56,7 @@ def gpu_environment(devices: Sequence[int | str]) -> dict[str, str]:
 
 
 def has_gpu() -> bool:
-    """Return whether engines have NVIDIA GPUs, without `torch.cuda`, which a trainer may have replaced."""
+    """Return whether engines have NVIDIA GPUs; a trainer may have replaced `torch.cuda`."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not Path("/dev/nvidiactl").exists():
         return False
     import torch  # which takes seconds, and is not needed where there is no driver

@@ -60,21 +60,21 @@ def _hash_words(seed: Tensor, positions: Tensor, scrambled_columns: _Words) -> _
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
-    """Return noise bits, uint32 [B, V], per (request seed, position, vocabulary column). Source: MurmurHash3_x86_32
-    with the four blocks and the length 16 of SGLang's Triton kernel."""
+    """Return noise bits, uint32 [B, V], per (request seed, position, column): MurmurHash3_x86_32 with the four blocks
+    and length 16 of SGLang's Triton kernel."""
     return torch.from_numpy(_hash_words(seed, positions, _scramble(col_indices.numpy().astype(np.uint32))))
 
 
 def sample_with_noise(logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
-    """Return argmax_v [log p_t(v) + G(seed, t, v)], G Gumbel(0, 1), as int64 [B, 1]: a sample that depends on seed [B]
-    and positions [B] alone, with the bits of SGLang's `multinomial_with_seed`. `logprobs` [B, V] may be unnormalised.
-    Noise is float64, so that its tail is not cut."""
+    """Return argmax_v [log p_t(v) + G(seed, t, v)], G Gumbel(0, 1), int64 [B, 1], with the bits of SGLang's
+    `multinomial_with_seed`: it depends on seed [B] and positions [B] alone. `logprobs` [B, V] may be unnormalised.
+    Noise is float64, whose tail is not cut."""
     words_BV = _hash_words(seed, positions, _scrambled_columns(logprobs.shape[1]))
     return _gumbel(words_BV).add_(logprobs).argmax(dim=1, keepdim=True)
 
 
 def noise_of(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Return what `sample_with_noise` adds for tokens [B, K], float64. Positions are of the token before."""
+    """Return `sample_with_noise`'s noise of tokens [B, K], float64, positions being of those before."""
     return _gumbel(_hash_words(seed, positions, _scramble(tokens.numpy().astype(np.uint32))))
 
 
@@ -90,7 +90,7 @@ def round_up(count: int, block: int) -> int:
 
 
 def padded_keys(longest: int, queries: int) -> int:
-    """Return a number of keys >= `longest` beside which a shorter request has the same bits as alone."""
+    """Return a number of keys >= `longest` with which a shorter request has its own bits."""
     # Products of two or more rows split a long sum at a place that depends on the number of keys, padding included.
     # Keys in whole blocks are summed one block after the other.
     one_sum = KEYS_OF_FEW if queries < MIN_ROWS else SHORT_KEYS
@@ -115,7 +115,7 @@ def key_slots(
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """Keys of B requests, gathered once for all rows of a request: neighbours that read the same page-table row."""
+    """Keys of B requests, gathered once for all neighbouring rows of a page-table row."""
 
     slots: Tensor  # [B * L] of the KV pool
     places: Sequence[tuple[Tensor | slice, Tensor]]
@@ -156,10 +156,8 @@ def _hiding(num_keys: int, seen_B: Tensor) -> Tensor:
 def decode_attention(
     q_RHD: Tensor, k_SND: Tensor, v_SND: Tensor, parts: Sequence[SharedKeys], scale: float, out: Tensor | None = None
 ) -> Tensor:
-    """Attend from each row to its own keys in the pool, k and v [S, N, D]. Returns [R, H, Dv], in `out` if given.
-
-    A row's bits depend on no other row: each has a product of its own, with its keys in their order.
-    """
+    """Attend from each row to its own keys in the pool, k and v [S, N, D]; return [R, H, Dv], in `out` if given. Each
+    row has products of its own, with keys in order."""
     num_heads, num_kv_heads = q_RHD.shape[1], k_SND.shape[1]
     out_RHD = q_RHD.new_empty(len(q_RHD), num_heads, v_SND.shape[2]) if out is None else out
     for part in parts:
@@ -215,8 +213,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def experts(x_TM: Tensor, weights_TK: Tensor, ids_TK: Tensor, w13_EFM: Tensor, w2_EMF: Tensor) -> Tensor:
-    """Return the weighted sum [T, M] of SwiGLU experts. Ids of -1 (other ranks' experts) contribute nothing; `w13_EFM`
-    is [E, 2F, M], gate over up."""
+    """Return the weighted sum [T, M] of SwiGLU experts; ids of -1 are other ranks'. `w13_EFM` is [E, 2F, M],
+    gate over up."""
     num_tokens, top_k = ids_TK.shape
     num_experts, width = w13_EFM.shape[0], w2_EMF.shape[2]
     flat = ids_TK.reshape(-1)

@@ -1,6 +1,5 @@
-"""Lets torchvision be imported beside a CPU build of torch; SGLang and transformers import it unasked.
-
-Its C++ operators load beside a CUDA build alone. Their schemas are all that the import needs.
+"""Lets torchvision, which SGLang and transformers import unasked, be imported beside a CPU build of torch: for that its
+operators' schemas are enough.
 """
 
 from __future__ import annotations

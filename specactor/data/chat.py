@@ -1,7 +1,6 @@
 """Messages as tokens, by a model's chat template. What was sampled is never rendered again.
 
-Invariants: between two responses stand the template's own tokens between two turns; an environment's text cannot become
-a special token.
+Invariants: between responses stand the template's own tokens; an environment's text cannot become a special token.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def prompt_ids(
 
 
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """Return the tokens of a text that a template made, which has all its marks already."""
+    """Return the tokens of a template's text, which has all its marks."""
     return _tokens(tokenizer, text, is_template=True)
 
 

@@ -1,7 +1,6 @@
-"""Problems of a task, a file, a folder of Hugging Face's datasets or a function, all checked before training.
-
-Columns are prompt or ``messages``, answer and verifier; others go to `Problem.metadata`. The verifier reasoning-gym
-needs ``entry``, and takes ``task`` and ``params``.
+"""Problems of a task, a file, a folder of Hugging Face's datasets or a function, checked before training. Columns other
+than prompt or ``messages``, answer and verifier go to `Problem.metadata`. reasoning-gym needs ``entry``, and takes
+``task`` and ``params``.
 """
 
 from __future__ import annotations
@@ -90,8 +89,8 @@ class _Unchecked:
 
 
 def build_dataset(source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> Dataset:
-    """Check and tokenize all rows. Raises DataError that counts bad ones and lists the first with place, field and
-    reason; ConfigError for an unknown task or parameter."""
+    """Check and tokenize all rows. Raises DataError with the number of bad ones and the first; ConfigError for an
+    unknown task or parameter."""
     name = f"task {source.task}" if source.task else source.path
     rows = _task_rows(source) if source.task else _file_rows(source, tokenizer)
     problems: list[Problem] = []
@@ -270,8 +269,8 @@ class Row:
 
 
 def called_rows(name: str) -> Iterator[Row]:
-    """Yield the rows of a function at ``module:function``, which must be the same on every rank. Raises DataError when
-    there is none, or when it raises."""
+    """Yield the rows of a function at ``module:function``, the same on every rank. Raises DataError for none, or its
+    error."""
     function = verifiers.find(name)
     if not callable(function):
         raise DataError(f"data source {name}: a {type(function).__name__}, expected a function without arguments.")
@@ -290,7 +289,7 @@ def called_rows(name: str) -> Iterator[Row]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Read a file or folder. Raises DataError when it cannot be read as a whole."""
+    """Read a file or folder. Raises DataError when any part is unreadable."""
     if path.is_dir():
         return _folder_rows(path)
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}

@@ -1,7 +1,5 @@
-"""Environments and agents, which answer responses until there is a reward.
-
-A problem's column ``verifier`` names the class. One object serves one conversation, in a thread and event loop of its
-own; each call may take ``rollout.environment_timeout_s``.
+"""Environments and agents, which answer responses until there is a reward. Column ``verifier`` names the class. One
+object serves one conversation, in its own thread and event loop; a call may take ``rollout.environment_timeout_s``.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ Said = str | Sequence[Message]  # a text is taken as it is; messages go through 
 
 
 class Environment(Protocol):
-    """A method ``async def close(self)``, if there is one, is called when the conversation is over."""
+    """Its ``async def close(self)``, if any, is called when the conversation is over."""
 
     async def start(self, problem: Problem) -> Said:
         """Return what the policy sees first."""
@@ -32,7 +30,7 @@ class Environment(Protocol):
 
 
 class Agent(Protocol):
-    """A program that speaks OpenAI's chat completions serves one session; it may have ``close``, too."""
+    """Speaks OpenAI's chat completions, for one session; it may have ``close``, too."""
 
     async def run(self, problem: Problem, base_url: str, api_key: str) -> float:
         """Ask the policy at `base_url`; return the reward, any finite number."""

@@ -20,8 +20,8 @@ Entry = dict[str, Any]  # a problem as reasoning-gym makes it: question, answer,
 
 
 def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int) -> Any:
-    """Return a reasoning-gym data set of `size` entries; entry i is drawn with seed + i. Raises ConfigError for an
-    unknown task or parameter, and refused values."""
+    """Return a reasoning-gym data set of `size` entries; entry i is drawn with seed + i. Raises ConfigError for a
+    refused task, parameter or value."""
     if task not in DATASETS:
         remedy = f"A folder is named ./{task}." if Path(task).exists() else _did_you_mean(task, DATASETS)
         raise ConfigError.at("data.train, data.eval", task, "the name of a reasoning-gym task", remedy)
@@ -43,8 +43,8 @@ def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int
 
 
 def score(answer: str, problem: Problem) -> float:
-    """Return the task's own score. Where a scorer raises on a text, that scores 0 if it accepts the problem's own
-    answer; else the error is raised."""
+    """Return the task's own score: 0 where it raises on a text but accepts the problem's own answer; else the error is
+    raised."""
     task, params, entry = _of(problem)
     score_answer = _scorer(task, json.dumps(params, sort_keys=True))
     try:

@@ -1,7 +1,6 @@
 """In which order problems are drawn, and the seed of each response. PURE.
 
-The order is a function of (number of problems, seed): each epoch is a fresh permutation. A restored stream goes on as
-the first one.
+The order is a function of (number of problems, seed): each epoch is a fresh permutation.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ class PromptStream:
 
 
 class MixedStream:
-    """Problems of several sets, whose indices follow each other. The next is of the set farthest behind its weight, so
-    shares hold in every stretch."""
+    """Problems of several sets, numbered on. The next is of the set farthest behind its weight, so shares hold in every
+    stretch."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffle: bool = True) -> None:
         self._streams = [PromptStream(size, seed + i, shuffle=shuffle) for i, size in enumerate(sizes)]
@@ -104,7 +103,7 @@ class MixedStream:
         return {"sets": [stream.state() for stream in self._streams]}
 
     def restore(self, state: object) -> None:
-        """Continue from a `state`. Raises CheckpointError when it is damaged, or of other sets or another seed."""
+        """As `PromptStream.restore`, of the same sets."""
         sets = state.get("sets") if isinstance(state, Mapping) else None
         if not isinstance(sets, list) or len(sets) != len(self._streams):
             raise CheckpointError(
@@ -122,10 +121,8 @@ class MixedStream:
 
 
 class CurriculumStream:
-    """Takes a problem of success rate p with chance 4 p (1 - p), at least `LEAST_CHANCE`, and always one never tried.
-
-    p is its last mean score in 0..1, or in the wider range of its set's means.
-    """
+    """Takes a problem of success rate p with chance 4 p (1 - p), at least `LEAST_CHANCE`, and always one never tried. p
+    is its last mean score in 0..1, or its set's range."""
 
     def __init__(self, stream: PromptStream | MixedStream, seed: int, *, sizes: Sequence[int] = ()) -> None:
         self._stream, self._seed = stream, seed
@@ -174,12 +171,12 @@ LEAST_CHANCE = 0.1  # of a problem solved always or never: it is tried again som
 
 
 def request_seed(run_seed: int, step: int, problem_index: int, sample_index: int) -> int:
-    """Return the seed of a response, a stable hash in [0, 2**31): a resumed run asks for the same tokens."""
+    """Return a response's seed, a stable hash in [0, 2**31), the same after a resume."""
     return _hash(b"request", run_seed, step, problem_index, sample_index) >> 33
 
 
 def turn_seed(session_seed: int, prompt_ids: Sequence[int], *numbers: int) -> int:
-    """Return likewise the seed of a turn of an agent's session; `numbers` tell equal prompts apart."""
+    """Return likewise a turn's seed; `numbers` tell equal prompts apart."""
     return _hash(b"turn", session_seed, *numbers, *prompt_ids) >> 33
 
 

@@ -24,7 +24,7 @@ TIMEOUT_S = 300.0  # longest wait for the process that writes the model; it take
 
 
 def make_tiny_model(tiny: TinyModelConfig, seed: int, folder: Path) -> None:
-    """Write a folder, which appears only when it is whole. Raises ConfigError when it exists, or cannot be made."""
+    """Write a folder, whole or not at all. Raises ConfigError when it exists, or cannot be made."""
     if folder.exists():
         raise ConfigError.at("folder", str(folder), "a path that does not exist", "Choose another, or remove it.")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """A tokenizer with one token per character, and the loading of any model's.
 
-Invariants: printable ASCII decodes to itself (``<eos>`` in a prompt is five characters); other characters are
-``<unk>``; nothing is added around a text.
+Invariants: printable ASCII decodes to itself (``<eos>`` is five characters); others are ``<unk>``; nothing is added
+around a text.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def register_mimo() -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model's folder; nothing is downloaded, and no code of the folder is run. Raises
-    ConfigError where there is none, or it has no end-of-sequence token."""
+    """Return a model's tokenizer; nothing is downloaded, no code of the folder is run. Raises ConfigError for none, or
+    one without end-of-sequence token."""
     register_mimo()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

@@ -1,7 +1,7 @@
 """Scores of responses by the name of a verifier (docs/guide.md): any finite number; 1 is a solved problem.
 
 exact, number and reasoning-gym compare the text behind the last '#'; without one, or where the problem's answer has
-one, the whole response. For number, 0.50, 1/2 and 5e-1 are equal, 0.333 and 1/3 are not. What cannot be read scores 0.
+one, the whole response. What cannot be read scores 0.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def answer_of(response: str, problem: Problem) -> str:
 
 @lru_cache(maxsize=256)
 def get_verifier(name: str, timeout_s: float | None = None) -> Verifier:
-    """Return the scoring function of that name, which raises DataError when the verifier fails. Raises DataError when
-    there is none. `timeout_s` bounds asynchronous ones, `specactor.rollout.grading` the others."""
+    """Return the scoring function of that name, which raises DataError when the verifier fails. Raises DataError for an
+    unknown one. `timeout_s` bounds asynchronous ones."""
     function = _function(name)
     if not callable(function):
         raise DataError(f"got {name!r}, which is a {type(function).__name__}, expected a function. Name another.")
@@ -238,11 +238,8 @@ def remote_verifier(url: str) -> Callable[[str, Problem], Awaitable[float]]:
 
 
 class MathAnswers:
-    """Asks math-verify, in bounded time, from any thread of any process.
-
-    Its own bound is a signal, which works in a main thread alone and cannot stop a long C call. So a child runs it,
-    whose alarm ends it.
-    """
+    """Asks math-verify, in bounded time, from any thread. Its own bound, a signal, works in main threads alone and
+    cannot stop a long C call: a child runs it."""
 
     def __init__(self, question_s: int = MATH_QUESTION_S) -> None:
         self._question_s = question_s
@@ -254,7 +251,7 @@ class MathAnswers:
         return self._ask({"answer": answer})
 
     def equal(self, answer: str, response: str) -> bool:
-        """Return whether the last expression of `response` equals `answer`; False when finding out takes too long."""
+        """Return whether the last expression of `response` equals `answer`, False when out of time."""
         return self._ask({"answer": answer, "response": response})
 
     def close(self) -> None:

@@ -38,9 +38,8 @@ _sealed: dict[dist.ProcessGroup, Seals] = {}  # by the job's default group
 
 
 def control_group(timeout_s: float | None = None) -> dist.ProcessGroup | None:
-    """Return all ranks' gloo group, or None if it is the default one. All ranks make it together, at the first call,
-    with this longest wait in one exchange (None: torch's). NCCL would spin on GPUs where engines run, and notice a dead
-    rank only after its timeout."""
+    """Return all ranks' gloo group, or None if it is the default one; all make it at the first call. `timeout_s` bounds
+    an exchange (None: torch's). NCCL would spin on engines' GPUs, and notice a dead rank only after its timeout."""
     if dist.get_backend() == "gloo":
         return None
     default = dist.group.WORLD
@@ -60,9 +59,8 @@ def leave() -> None:
 def init_groups(
     layout: Layout, parallel: ParallelConfig, *, seed: int, local_rank: int, store: Store | None = None
 ) -> torch.device:
-    """Set up groups and seeds of a rank that torchrun started; return its device. Collective. `local_rank` is its
-    number among its launcher's ranks, and its GPU's. The ranks meet in `store`, by default the launcher's, which must
-    then be new."""
+    """Set up groups and seeds of a rank that torchrun started; return its device. Collective. `local_rank` numbers its
+    launcher's ranks, and GPUs. Ranks meet in `store`, by default the launcher's, which must be new."""
     from specactor.cpu import megatron as cpu_platform
 
     cpu_platform.install()
@@ -97,7 +95,7 @@ def init_groups(
 
 
 def destroy_groups(*, keep_process_group: bool = False) -> None:
-    """Leave all groups; with `keep_process_group` the same processes can set up another layout."""
+    """Leave all groups; with `keep_process_group` processes can set up another layout."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -113,12 +111,12 @@ class Collective:
 
     @property
     def store(self) -> Store | None:
-        """Return where ranks may tell each other what is not waited for; None where there is one rank."""
+        """Return where ranks tell each other without waiting; None for one rank."""
         found: Store = dist.distributed_c10d._get_default_store()
         return found if self.world > 1 else None
 
     def gather_bytes(self, payload: bytes, *, only_first: bool = False) -> list[bytes]:
-        """Return every rank's payload, by rank; with `only_first` on rank 0 alone."""
+        """Return every rank's payload; with `only_first` on rank 0 alone."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64), group=control_group())
         lengths = [int(size) for size in sizes]
@@ -140,13 +138,9 @@ class Collective:
     def pass_bytes(
         self, outgoing: Iterable[tuple[torch.Tensor, int]], incoming: Iterable[tuple[torch.Tensor, int]]
     ) -> None:
-        """Exchange tensors with ranks, without copies; between two ranks their order holds. Collective at its first
-        call, where the job has a key. Raises PeerFailedError for what was not sent by a rank with that key.
-
-        Args:
-            outgoing: (uint8 [N] on the host, to which rank).
-            incoming: (uint8 [N] on the host, from which rank).
-        """
+        """Exchange tensors with ranks, without copies and in order. Collective at its first call, if the job has a key;
+        then raises PeerFailedError for what was not sent by a rank with that key. Tensors are uint8 [N] on the host,
+        each with its peer."""
         group, seals = control_group(), self._seals()
         coming = [(part, rank) for data, rank in incoming for part in _messages(data)]
         going = [(part, rank) for data, rank in outgoing for part in _messages(data)]
@@ -183,9 +177,9 @@ class Collective:
         self.any(False)
 
     def together(self, phase: str, work: Callable[[], T]) -> T:
-        """Run `work`, which uses no collective, on every rank; return this rank's result when all are done. A busy rank
-        joins an exchange every `HEARTBEAT_S`. Where work fails, its own error is raised, and on other ranks
-        PeerFailedError, which names the rank and the cause."""
+        """Run `work`, which uses no collective, on every rank; return this rank's result when all are done. Busy ranks
+        join an exchange every `HEARTBEAT_S`. An error is raised on its rank, and on others PeerFailedError that names
+        rank and cause."""
         own = _in_thread(phase, work)
         while True:
             wait([own], HEARTBEAT_S)
@@ -215,7 +209,7 @@ def _messages(data: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _in_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """Run the work in a daemon thread: an executor's would not end with the process."""
+    """Run the work in a daemon thread; an executor's would outlive the process."""
     future: Future[T] = Future()
 
     def call() -> None:

@@ -92,8 +92,7 @@ def return_unused() -> None:
 
 
 def trim_heap() -> None:
-    """Return free pages: glibc alone returns none below a page in use, and 1,000 steps of a tiny model left 600 MiB
-    behind."""
+    """Return free pages: glibc keeps those below a page in use, 600 MiB after 1,000 steps of a tiny model."""
     with contextlib.suppress(OSError, AttributeError):  # other C libraries have no such call
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

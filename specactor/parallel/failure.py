@@ -1,8 +1,8 @@
 """All ranks fail together, with one message that names the rank and the cause.
 
-Invariants: one failure has one report, on stderr, by the first rank that takes a ticket from the launcher's store, or
-one per host where that is gone; a rank that fails because of a peer lets it report first; a rank that torchrun ends is
-gone at once, over several hosts after `LINGER_S`; after Ctrl-C all are gone in `GRACE_S`.
+Invariants: one failure has one report, on stderr, by the first rank with a ticket from the launcher's store (one per
+host where that is gone); a rank that fails because of a peer lets it report first; a rank that torchrun ends is gone at
+once, over several hosts after `LINGER_S`; after Ctrl-C all are gone in `GRACE_S`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def tell_launcher(message: str) -> None:
 
 
 def launcher_store(address: str, port: int) -> Store | None:
-    """Return the part of torchrun's store that is this start's; None where the store cannot be reached."""
+    """Return torchrun's store for this start; None where it cannot be reached."""
     import torch.distributed as dist
 
     # With --max-restarts torchrun keeps its store, and in it the tickets of starts whose ranks failed before they met.
@@ -117,15 +117,15 @@ class Failures:
         self._told = False  # whether another rank was seen to have reported
 
     def use(self, store: Store) -> None:
-        """Take tickets here: hosts may count starts differently, and this store is that of one start on all of them."""
+        """Take tickets here, in a store of one start; hosts may count starts differently."""
         self._store = store
 
     def know(self, members: Sequence[Member]) -> None:
-        """Know all ranks of the job, in order, so that a report can name one that was killed."""
+        """Know all ranks, in order, to name one that was killed."""
         self._members = members
 
     def report(self, message: str, *, trace: str = "", asks: bool = True) -> None:
-        """Print, unless a rank has reported already; `asks`: the store can be asked whether one has."""
+        """Print, unless a rank has already; `asks`: the store can tell."""
         if self._reported.acquire(blocking=False) and (not asks or self._tickets(1) == 1):
             line = f"specactor: rank {self.rank}: {message}"
             tell_launcher(line)  # first, since torchrun ends this rank as soon as a peer has seen the ticket and left
@@ -134,7 +134,7 @@ class Failures:
             time.sleep(LINGER_S)
 
     def on_reported(self) -> None:
-        """Remember that some rank has reported; the store cannot say so once rank 0's launcher is gone."""
+        """Remember that some rank has reported, in case the store goes."""
         self._told = True
 
     def wait_for_report(self) -> None:
@@ -144,7 +144,7 @@ class Failures:
             time.sleep(_LOOK_EVERY_S)
 
     def lost(self) -> str:
-        """Return which ranks of this machine are gone; empty when none is, or another rank has reported."""
+        """Return which ranks of this machine are gone, unless another rank has reported."""
         mine = Member.here()
         deadline = time.monotonic() + _NOTICE_S
         while True:
@@ -158,7 +158,7 @@ class Failures:
         return len({member.machine for member in self._members}) > 1
 
     def on_silent(self, what: str) -> None:
-        """Report a lost host, and end. For ranks of other hosts it is rank 0's, and with it the store is lost."""
+        """Report a lost host, and end. Others see rank 0's as a lost store."""
         self.report(f"{what} {RESUME}", asks=self.rank == 0)
         if self.rank != 0:  # torchrun waits for an answer of its store for as long as TCP does: a quarter of an hour
             with suppress(OSError):
@@ -173,7 +173,7 @@ class Failures:
         os._exit(128 + signal.SIGTERM)
 
     def on_sigint(self) -> None:
-        """End after GRACE_S, since the main thread may be stuck in a library; it gets KeyboardInterrupt."""
+        """End after GRACE_S, since the main thread, which gets KeyboardInterrupt, may be stuck."""
         time.sleep(GRACE_S)
         os._exit(128 + signal.SIGINT)
 
@@ -196,7 +196,7 @@ class Failures:
 
 @contextmanager
 def failure_guard(rank: int, store: Store | None) -> Iterator[Failures]:
-    """Turn any error into one report and exit code 1 (130 after Ctrl-C, 143 after SIGTERM)."""
+    """Turn any error into one report and exit code 1 (Ctrl-C: 130, SIGTERM: 143)."""
     failures = Failures(rank, store)
     with _signals({signal.SIGTERM: failures.on_sigterm, signal.SIGINT: failures.on_sigint}):
         try:

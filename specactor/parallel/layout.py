@@ -227,13 +227,13 @@ ENGINE_RESERVED_OF_INPUT = 7
 
 
 def reserved_tokens(rollout: RolloutConfig) -> int:
-    """Return the tokens of a sequence's room that SGLang keeps. With `partial` a stopped request must fit as an input,
-    with one token left to emit."""
+    """Return the tokens of a sequence's room that SGLang keeps. With `partial` a stopped request must fit as input,
+    with one more to emit."""
     return ENGINE_RESERVED_OF_INPUT - 1 if rollout.partial else ENGINE_RESERVED_TOKENS
 
 
 def longest_prompt(config: Config, max_position: int) -> int:
-    """Return the tokens that fit beside a response in model, KV cache and micro-batch. Raises ConfigError for none."""
+    """Return the tokens that fit beside a response. Raises ConfigError for none."""
     p, reserved = config.parallel, reserved_tokens(config.rollout)
     padding = 2 * p.context * p.tensor if p.context > 1 else p.tensor
     rooms = {
@@ -257,13 +257,13 @@ def longest_text(config: Config, max_position: int) -> int:
 
 
 def engine_owner(engine: int, *, engine_tensor: int) -> int:
-    """Return the rank that starts, drives and stops an engine: the first of those that share their devices with it."""
+    """Return the rank that starts, drives and stops an engine: the first on its devices."""
     return engine * engine_tensor
 
 
 def own_device(local_rank: int, visible: int) -> int:
-    """Return the number of a rank's GPU among the `visible` ones: its own, or the only one. Raises ConfigError for more
-    ranks than GPUs."""
+    """Return a rank's GPU among `visible` ones: its own, or the only one. Raises ConfigError for more ranks
+    than GPUs."""
     if visible > 1 and local_rank >= visible:
         raise ConfigError.at(
             "torchrun --nproc-per-node",
@@ -277,8 +277,8 @@ def own_device(local_rank: int, visible: int) -> int:
 def engine_devices(
     engine: int, machines: Sequence[str], devices: Sequence[int | str], *, engine_tensor: int
 ) -> tuple[int | str, ...]:
-    """Return an engine's devices; `machines` and `devices` hold each rank's host, and its GPU's UUID, or its core's
-    number without one. Raises ConfigError for an engine over several hosts, and two ranks on one GPU."""
+    """Return an engine's devices; `machines` and `devices` are each rank's host, and GPU's UUID or core. Raises
+    ConfigError for an engine over several hosts, and two ranks on one GPU."""
     first = engine_owner(engine, engine_tensor=engine_tensor)
     ranks = range(first, first + engine_tensor)
     if len({machines[rank] for rank in ranks}) > 1:
@@ -305,8 +305,8 @@ def engine_devices(
 def place_engine(
     engine: int, views: Sequence[Hashable], local_ranks: Sequence[int], *, engine_tensor: int, pooled: bool
 ) -> tuple[int, int]:
-    """Return (rank that starts the engine, number of its first device as that rank counts). `views` are ranks' hosts
-    with the devices that they see, `local_ranks` their numbers at their launchers; if `pooled`, the first rank of a
-    view starts all its engines."""
+    """Return (rank that starts the engine, its number of the first device). `views` are ranks' hosts with the devices
+    that they see, `local_ranks` their numbers at their launchers; if `pooled`, a view's first rank starts its engines.
+    """
     rank = engine_owner(engine, engine_tensor=engine_tensor)
     return (views.index(views[rank]) if pooled else rank), local_ranks[rank]

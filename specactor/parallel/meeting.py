@@ -1,8 +1,8 @@
 """How ranks meet, and how silent hosts are noticed.
 
-Invariants: what is wrong is raised on every rank that is there, with one message; what an earlier start left in the
-launcher's store means nothing; every wait has a bound, also while a connection hangs; a host that left in good order is
-not missed, nor one while this process itself did not run; loopback is found only where its interface is named.
+Invariants: what is wrong is raised on every rank, with one message; what an earlier start left in the launcher's store
+means nothing; every wait has a bound; a host that left in order is not missed, nor any while this process did not run;
+loopback needs its interface named.
 """
 
 from __future__ import annotations
@@ -69,13 +69,8 @@ class Meeting:
 
 
 def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, object]) -> Meeting:
-    """Wait for all ranks, and return what they have in common. Sets the interface that gloo uses over several hosts.
-
-    Args:
-        head: host of the launcher's store, and of rank 0.
-        config: the resolved settings.
-
-    Raises ConfigError where hosts cannot reach each other, or differ in program or settings.
+    """Wait for all ranks; return what they share. Sets gloo's interface over several hosts. Raises ConfigError where
+    hosts cannot reach each other, or differ in program or `config`. `head` is rank 0's host, with the launcher's store.
     """
     own = Greeting(
         host=socket.gethostname(),
@@ -126,7 +121,7 @@ def _hold(store: Store, own: Greeting, world: int) -> tuple[str, Verdict]:
 
 
 def _join(store: Store, own: Greeting, rank: int) -> tuple[str, Verdict]:
-    """Answer until a verdict names this process; the first may be of an earlier start."""
+    """Answer until a verdict, maybe after an earlier start's, names this process."""
     store.set_timeout(timedelta(seconds=MEET_S))
     deadline = time.monotonic() + 2 * MEET_S
     while time.monotonic() < deadline:
@@ -202,11 +197,8 @@ _LEFT = 1 << 40  # more beats than there will be: the host has left in good orde
 
 
 class HostWatch:
-    """Notices lost hosts while it is entered.
-
-    All ranks of a host beat, since one may be in a call that lets no other thread run. The first of them watches: on
-    rank 0's host, where the store is, all hosts; elsewhere whether that host answers.
-    """
+    """Notices lost hosts while it is entered. All ranks beat, since one may block in a call; each host's first watches:
+    on rank 0's host all hosts, elsewhere that host."""
 
     def __init__(
         self, meeting: Meeting, rank: int, on_silent: Callable[[str], None], on_reported: Callable[[], None]
@@ -276,8 +268,8 @@ class HostWatch:
 
 
 def own_address(peers: Sequence[str]) -> str:
-    """Return the address on GLOO_SOCKET_IFNAME's interface, or on the way to the first peer outside. Raises ConfigError
-    where there is none."""
+    """Return the address on GLOO_SOCKET_IFNAME's interface, or towards the first peer outside. Raises ConfigError for
+    none."""
     named = os.environ.get(INTERFACE, "").partition(",")[0]
     found = next(iter(_addresses_of(named)), "") if named else leading_out(peers)
     if not found:
@@ -292,12 +284,12 @@ def own_address(peers: Sequence[str]) -> str:
 
 
 def leading_out(peers: Sequence[str]) -> str:
-    """Return the address on the way to the first of `peers` that is not this host; empty where none is."""
+    """Return the address towards the first of `peers` on another host, or ""."""
     return next(filter(_leads_out, map(towards, peers)), "")
 
 
 def towards(peer: str) -> str:
-    """Return the sender of a packet to that host, without sending any; empty where there is no way."""
+    """Return the sender of a packet to that host, unsent, or ""."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -319,7 +311,7 @@ def _addresses_of(interface: str) -> list[str]:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface with that address of this host."""
+    """Return the name of this host's network interface with that address."""
     return str(next(name for name, each in psutil.net_if_addrs().items() if address in {of.address for of in each}))
 
 

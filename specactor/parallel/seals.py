@@ -1,6 +1,5 @@
-"""Messages between ranks that prove who sent them, where the job has a key.
-
-Invariant: what a rank takes, a rank with the key sent to it, in this run and in this order. Contents are not hidden.
+"""Messages between ranks that prove their sender, where the job has a key. Invariant: what a rank takes, a rank with
+the key sent to it, in this run and order. Contents are not hidden.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _FEWEST_CHARACTERS = 32
 
 
 def job_key() -> bytes:
-    """Return the job's key; empty where it has none. Raises ConfigError for a short one."""
+    """Return the job's key, or "". Raises ConfigError for a short one."""
     text = os.environ.get(KEY, "")
     if text and len(text) < _FEWEST_CHARACTERS:
         raise ConfigError.at(
@@ -39,7 +38,7 @@ def mark(key: bytes) -> str:
 
 
 class Seals:
-    """One rank makes and checks seals; both ends count the messages between two ranks."""
+    """Makes and checks a rank's seals; both ends count their messages."""
 
     def __init__(self, key: bytes, rank: int, nonces: Sequence[bytes]) -> None:
         """`nonces`: each rank's own, fresh in this run."""
@@ -47,7 +46,7 @@ class Seals:
         self._sent, self._taken = Counter[int](), Counter[int]()
 
     def tag(self, data: torch.Tensor, taker: int) -> torch.Tensor:
-        """Return the seal of the next message to a rank, uint8 [TAG_BYTES]. `data`: uint8 [N] on the host."""
+        """Return the seal, uint8 [TAG_BYTES], of the next message to a rank."""
         self._sent[taker] += 1
         seal = self._seal(data, sender=self._rank, taker=taker, number=self._sent[taker])
         return torch.frombuffer(bytearray(seal), dtype=torch.uint8)

@@ -1,6 +1,5 @@
-"""``specactor plan``: which devices verify, which draft, with what window.
-
-Invariants: what is wrong on the command line is one error of one line; nothing is written.
+"""``specactor plan``: which devices verify, which draft, with what window. It writes nothing; what is wrong on the
+command line is one error.
 """
 
 from __future__ import annotations

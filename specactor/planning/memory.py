@@ -40,8 +40,6 @@ ESTIMATED = ("activations", "logits", MICRO_BATCH, "overhead")  # no line of cod
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on the fullest device."""
-
     rows: Mapping[str, Mapping[Phase, float]]  # what -> how much in each phase in which it is there
     device_bytes: float
 
@@ -69,8 +67,8 @@ class Memory:
 
 
 def _bytes_of_rounds(config: Config, shape: TransformerShape) -> float:
-    """Return what an engine rank keeps for its largest CUDA graph: logits in float32, the places of keys, and with
-    Triton's attention what each part of those gives."""
+    """Return what an engine rank keeps for its largest CUDA graph: float32 logits, places of keys, and for Triton's
+    attention its parts."""
     engine, speculation = config.rollout.engine, config.rollout.speculation
     rows = engine.max_running_requests * (1 if speculation.mode == "off" else speculation.max_window + 1)
     context = longest_text(config, sys.maxsize)
@@ -90,8 +88,8 @@ def of_job(
     drafts: Sequence[TransformerShape] = (),
     learns: TransformerShape | None = None,
 ) -> Memory:
-    """Return the memory of a device with a trainer rank and an engine rank; `drafts` draft in every engine, beside the
-    policy's MTP layer, and the draft model `learns` on every rank."""
+    """Return the memory of a device with a trainer and an engine rank; `drafts` are in every engine, beside an MTP
+    layer, and `learns` on every rank."""
     width = BYTES[config.model.dtype]
     dense, experts = parameters(shape, layout)
     held = dense + experts
@@ -129,7 +127,7 @@ def of_job(
 def _of_drafting(
     config: Config, shape: TransformerShape, drafts: Sequence[TransformerShape], pool: float
 ) -> dict[str, dict[Phase, float]]:
-    """Return what an engine's draft models take of a pool that the policy would have alone; nothing without any."""
+    """Return what an engine's draft models take of a pool that was the policy's."""
     mtp = shape.mtp_layers if config.rollout.speculation.uses_mtp else 0
     if not drafts and not mtp:
         return {}
@@ -213,7 +211,7 @@ def optimizer_bytes(config: Config, shape: TransformerShape, layout: Layout) -> 
 
 
 def parameters(shape: TransformerShape, layout: Layout) -> tuple[float, float]:
-    """Return how many parameters the fullest rank has, (dense, experts'): the first or last stage has an embedding."""
+    """Return the fullest rank's parameters, (dense, experts'): the first or last stage has an embedding."""
     layers = -(-shape.layers // layout.pipeline)
     router = shape.hidden * shape.experts
     dense = layers * ((shape.attention_params + shape.mlp_params - router) / layout.tensor + router)
@@ -223,7 +221,7 @@ def parameters(shape: TransformerShape, layout: Layout) -> tuple[float, float]:
 
 
 def activations(config: Config, layout: Layout, shape: TransformerShape, tokens: float) -> float:
-    """Return bytes of a micro-batch: what each layer keeps, and all of the one that is computed."""
+    """Return a micro-batch's bytes: what layers keep, and all of the computed one."""
     layers = -(-shape.layers // layout.pipeline)
     whole = LAYER_BYTES * tokens * shape.hidden / layout.tensor
     experts = BYTES["bfloat16"] * tokens * shape.experts_per_token * (2 * shape.hidden + 3 * shape.expert_intermediate)
@@ -237,7 +235,7 @@ def activations(config: Config, layout: Layout, shape: TransformerShape, tokens:
 
 def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
     """Return the memory of a recipe's devices, one per rank. Raises ConfigError for an impossible layout, PlanError for
-    a model of unknown shape."""
+    an unknown shape."""
     layout, shape = _layout(config, ranks)
     drafts = [_draft(shape, name) for name in config.rollout.speculation.in_engines.values()]
     return of_job(config, layout, shape, device_bytes, drafts, _learns(config, shape))

@@ -1,6 +1,5 @@
-"""Sizes of decoders with grouped-query attention and gated MLPs, dense or with routed experts. PURE.
-
-Biases and norms, under 0.1 % of the parameters, are left out. A shape is refused rather than misread.
+"""Sizes of decoders with grouped-query attention and gated MLPs, dense or with routed experts, but for biases and norms
+(under 0.1 %). PURE. A shape is refused rather than misread.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class TransformerShape:
 
     @property
     def active_params(self) -> int:
-        """Return the parameters that a token is multiplied with; of the embedding it takes a row."""
+        """Return the parameters that a token is multiplied with, of the embedding a row."""
         layer = self.attention_params + self.mlp_params + self.experts_per_token * self.expert_params
         return self.layers * layer + self.head_params + self.reads * self.hidden
 

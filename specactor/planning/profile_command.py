@@ -1,7 +1,7 @@
 """``specactor profile``: measures rounds of a recipe's engine and drafter process.
 
-Invariants: what cannot be profiled is refused before an engine starts; a cell's rounds have exactly its requests and
-draft tokens; a slow minute falls on all cells.
+Invariants: what cannot be profiled is refused before an engine starts; rounds have exactly their cell's requests and
+draft tokens; a slow minute falls on all.
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ PROCESS_SHARE = 0.5  # of the time for the engine, how much a drafter process ma
 
 
 def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -> Path:
-    """Measure, write the table, and return its file, by default costs.json in the run's folder. It takes about
-    `limit_s`, half as long again with a drafter process, and starts on top. Raises SpecActorError for what cannot be
-    profiled, and when an engine fails."""
+    """Measure, write the table, and return its file, by default costs.json in the run's folder. Raises SpecActorError
+    for what cannot be profiled, and when an engine fails."""
     _check(config)
     file = out or Path(config.output_dir) / config.name / "costs.json"
     with tempfile.TemporaryDirectory(prefix="specactor-profile-") as folder:
@@ -264,8 +263,8 @@ def measure(
     on_cell: Callable[[int], None] = lambda done: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[Cell, list[float]]:
-    """Return the seconds of rounds per cell, of up to PASSES passes; `on_cell` gets how many cells are done. After
-    `limit_s` no pass begins, and a running one is dropped. Raises PlanError when that is the first pass."""
+    """Return the seconds of rounds per cell, of up to PASSES passes; `on_cell` counts cells. After `limit_s` no pass
+    begins, and a running one is dropped: PlanError if it is the first."""
     deadline = clock() + limit_s
     measured: dict[Cell, list[float]] = {cell: [] for cell in cells}
     for number in range(PASSES):
@@ -293,7 +292,7 @@ def measure_once(
     is_late: Callable[[], bool] = lambda: False,
     on_cell: Callable[[int], None] = lambda done: None,
 ) -> dict[Cell, list[float]] | None:
-    """Return the seconds of one pass's rounds by cell; None when it is too late to finish."""
+    """Return one pass's seconds by cell; None when too late to finish."""
     found: dict[Cell, list[float]] = {}
     for (drafter, window), group in groupby(
         sorted(cells, key=lambda cell: (cell.drafter, cell.window, cell.requests)),

@@ -1,7 +1,6 @@
 """Which rounds to measure for a cost table, and the table. PURE.
 
-Invariants: no held-out cell, by which the table's error is found, is on a grid; the table gives back every cell's
-median.
+Invariants: no held-out cell, for the table's error, is on a grid; the table gives back every median.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Check:
 
 
 def cells(*, max_requests: int, max_window: int, drafters: Sequence[str]) -> list[Cell]:
-    """Return the cells of the grids of verification and of every drafter, and those held out."""
+    """Return the grids' cells of verification and every drafter, and those held out."""
     assert min(max_requests, max_window) >= 1
     requests, windows = _doubled(max_requests), _doubled(max_window)
     between, windows_between = _middles(requests)[::-2], _middles(windows) or [max_window]
@@ -63,7 +62,7 @@ def cells(*, max_requests: int, max_window: int, drafters: Sequence[str]) -> lis
 
 
 def cost_table(measured: Measured, *, model: str, device: str, date: str) -> CostTable:
-    """Make the table. Raises PlanError for a cell that was not measured."""
+    """Make the table. Raises PlanError for an unmeasured cell."""
     medians = {cell: _median(cell, seconds) for cell, seconds in measured.items() if not cell.held_out}
     verifies = {cell: s for cell, s in medians.items() if not cell.drafter}
     plain = {cell: s for cell, s in verifies.items() if not cell.window}
@@ -119,8 +118,8 @@ def _middles(axis: Sequence[int]) -> list[int]:
 
 
 def by_requests(points: Iterable[Point]) -> Grid:
-    """Return mean seconds of a token, without stalls and rare numbers: what happens now and then is paid for, so no
-    median. Raises PlanError without points."""
+    """Return mean, not median, seconds of a token, since all is paid for, without stalls and rare numbers. Raises
+    PlanError without points."""
     each: dict[int, list[float]] = {}
     for requests, total, seconds in points:
         each.setdefault(requests, []).append(seconds / max(1.0, total / requests))
@@ -148,7 +147,7 @@ def beside(table: CostTable, drafts: Sequence[Point], verifies: Iterable[Point])
 
 
 def without_waits(drafts: Sequence[Point], waited_s: float) -> list[Point]:
-    """Take `waited_s` off the seconds of `drafts`: engines wait where that pays, and a planner would see a loss."""
+    """Take `waited_s` off `drafts`: engines wait where that pays, and a planner would see a loss."""
     total_s = sum(seconds for *_, seconds in drafts)
     share = 1.0 - waited_s / total_s if total_s > waited_s else 1.0
     return [(n, total, share * seconds) for n, total, seconds in drafts]

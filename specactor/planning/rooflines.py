@@ -1,7 +1,5 @@
-"""Published figures of devices, and cost tables from them. PURE.
-
-Left out: imbalance of experts, prefills beside decodes, stragglers, and kernels below the attained shares; of the host
-what `host_s` does not say.
+"""Published figures of devices, and cost tables from them. PURE. Left out: imbalance of experts, prefills beside
+decodes, stragglers, slower kernels, and the host but for `host_s`.
 
 Invariant: seconds do not fall with requests, tokens or context.
 """
@@ -50,11 +48,8 @@ class Roofline:
         return self.devices * self.device.memory_bytes * self.attained.memory
 
     def forward_s(self, requests: int, tokens: int = 1, *, buckets: Sequence[int] = PLAIN_BUCKETS) -> float:
-        """Return seconds of a forward with `tokens` rows per request.
-
-        Each part takes the longer of moving its bytes and computing; two all-reduces per layer, the kernels' least time
-        and the launch come on top. Rows are rounded up to `buckets`.
-        """
+        """Return seconds of a forward with `tokens` rows per request, rounded up to `buckets`: per part the longer of
+        moving bytes and computing; plus two all-reduces per layer, the kernels' least time and the launch."""
         shape = self.shape
         wanted = requests * tokens
         rows = max(wanted, buckets[min(bisect_left(buckets, wanted), len(buckets) - 1)])
@@ -89,8 +84,8 @@ class Roofline:
 
 
 def draft_grid(roofline: Roofline, *, max_window: int, max_requests: int) -> Grid:
-    """Return the seconds of drafting 1 to max_window tokens, with the drafter cut over the devices, or copied to groups
-    of them that share the requests: the faster."""
+    """Return the seconds of drafting 1 to max_window tokens, by the drafter cut over the devices, or copied to groups:
+    the faster."""
     requests = _nodes(max_requests)
     g = roofline.devices
     parts = [
@@ -114,10 +109,8 @@ def cost_table(
     max_requests: int,
     host_s: tuple[float, float] = (0.0, 0.0),
 ) -> CostTable:
-    """Return the table that a profile of that engine would give; `drafters` draft on the same devices, by name.
-
-    `host_s`: seconds in which the device waits for the host, in a plain round and in one with drafts.
-    """
+    """Return the table that a profile would give; `drafters` draft on the same devices. `host_s`: seconds that the
+    device waits for the host, in a plain round and with drafts."""
     requests, tokens = _nodes(max_requests), range(1, max_window + 2)
     plain_s, drafted_s = host_s
     axis = tuple(map(float, requests))
@@ -160,11 +153,8 @@ def from_figures(
     keys_once: bool = False,
     host_s: tuple[float, float] = (0.0, 0.0),
 ) -> Candidates:
-    """Return options by rooflines, with `survivals` by drafter; `max_requests` is of one engine, `sizes` are devices
-    of a verifier, by default all that fit, and `host_s` is that of `cost_table`.
-
-    Raises ConfigError for a size that does not divide the heads, PlanError where the target fits on no engine.
-    """
+    """Return options by rooflines; `max_requests` is of one engine, `sizes` are devices of a verifier (none: all that
+    fit). Raises ConfigError for a size that does not divide the heads, PlanError where the target fits on no engine."""
     for g in sizes:
         if g > 0 and target.heads % g:
             raise ConfigError.at(
@@ -227,7 +217,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Attained:
-    """Programs attain these shares of the peaks, measured on H100 if nothing else is said."""
+    """Attained shares of the peaks, measured on H100 if nothing else is said."""
 
     matmul: float = 0.80
     """794.5 of 989 TFLOP/s (H100; B200: 1745 of 2250, .78), the best shape, ML_ENGINEERING. Ill-shaped matrices get
@@ -285,7 +275,7 @@ DEVICES: Mapping[str, Device] = {
 
 
 def device(name: str) -> Device:
-    """Return the device of a name. Raises PlanError for an unknown one."""
+    """Return the device. Raises PlanError for an unknown name."""
     found = {known.lower(): one for known, one in DEVICES.items()}.get(name.lower())
     if found is None:
         raise PlanError(

@@ -133,8 +133,8 @@ def _coupled(cluster: Cluster, option: VerifierOption, drafter: DrafterOption, w
 def _decoupled(
     cluster: Cluster, option: VerifierOption, drafter: DrafterOption, engine: DrafterEngine, max_window: int
 ) -> list[RolloutPlan]:
-    """Return the best plan, if any, with no more drafters than it needs. Every number of verifiers is tried with as
-    many drafters as fit, and the 1:1 groups of Algorithm 1 of 2511.16193."""
+    """Return the best plan, if any, with the fewest drafters needed. Every number of verifiers is tried with as many
+    drafters as fit, and Algorithm 1's 1:1 groups (2511.16193)."""
     fit = option.requests()
     if fit == 0 or drafter.survival[0] <= 0.0:
         return []
@@ -188,7 +188,7 @@ def _pair(
 def _lasting(
     of: _Verifying, drafter: DrafterOption, engine: DrafterEngine, served: int, window: int
 ) -> tuple[float, float, float, str]:
-    """Return (share of rounds with a window, tokens per round, its seconds, why) of rounds that wait for windows."""
+    """Return (share of rounds with a window, tokens per round, seconds, why) of rounds that wait."""
     draft_s = engine.seconds.at(served, window + 1) + of.cluster.message_s
     rounds = pipelined(drafter.survival, window)
     verify_s = _round_s(of).at(of.requests, 1.0 + rounds.ready * window)
@@ -222,13 +222,13 @@ def _best(plans: Iterable[RolloutPlan | None]) -> list[RolloutPlan]:
 
 
 def shared_table(file: str, ranks: Collective) -> CostTable:
-    """Return the table that rank 0 alone reads: hosts whose files differ would plan one job differently."""
+    """Return rank 0's table: hosts with other files would plan differently."""
     text = ranks.together("cost table", lambda: CostTable.read(file).to_json() if ranks.rank == 0 else "")
     return CostTable.from_json(ranks.gather(text, str)[0])
 
 
 def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config, str]:
-    """Return the configuration without the drafting that no plan has, and a line to print about it."""
+    """Return the configuration without drafting that no plan has, and a line about it."""
     rollout, speculation = config.rollout, config.rollout.speculation
     if missing := [name for name in speculation.draft_methods if name not in table.methods]:
         return config, f"no plan: {speculation.cost_table} lacks {', '.join(missing)}. Measure: specactor profile."

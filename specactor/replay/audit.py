@@ -1,7 +1,6 @@
 """The audit: the trainer compares every token with its noise, and engines generate parts of responses again, undrafted.
-
-Equal weights, contexts and seeds give equal tokens up to kernels' rounding, so any other difference is a fault of an
-engine or of verification. Time decides how long the audited parts are, and not which responses they are of.
+A difference beyond kernels' rounding is a fault of an engine or of verification. Only the parts' length depends on
+time.
 """
 
 from __future__ import annotations
@@ -78,11 +77,8 @@ class Audit:
         self._token_s = 0.0  # of a round of an audit, on this machine; 0 before the first
 
     def look(self, step: int, version: int, groups: Sequence[ScoredGroup], *, step_s: float) -> dict[str, float]:
-        """Audit a step's responses, of a conversation its first turn; return the metrics. Collective.
-
-        `step_s` is of the step before. Raises AgreementError on all ranks, with rollout.audit stop, when a response
-        differs.
-        """
+        """Audit a step's responses, of conversations the first turn; return the metrics. Collective. `step_s` is of the
+        step before. Raises AgreementError on all ranks, with rollout.audit stop, for a difference."""
         rollout = self.config.rollout
         if rollout.audit == "off" or not (self._has_same_bits or noise_of(rollout)):  # ties would look like faults
             return {}
@@ -118,10 +114,8 @@ class Audit:
         return response.first_turn_len if is_agents else len(response.token_ids)
 
     def of_training(self, step: int, stats: TrainStats) -> dict[str, float]:
-        """Return the metrics of the trainer's check.
-
-        Raises AgreementError, with rollout.audit stop, when the noise picks other tokens.
-        """
+        """Return the metrics of the trainer's check. Raises AgreementError, with rollout.audit stop, for other
+        tokens."""
         if not self._may_score:
             return {}
         if self._is_wrong(stats):

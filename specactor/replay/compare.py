@@ -1,7 +1,5 @@
-"""The first difference between two runs' records, and its cause by elimination. PURE.
-
-Parts of a step are compared in the order in which they are computed. Speculation is named only where context, weights
-and noise are equal, it was on, and the noise picks another token.
+"""The first difference between two runs' records, in the order of computing, and its cause by elimination. PURE.
+Speculation is named only where context, weights and noise are equal, it was on, and the noise picks another token.
 """
 
 from __future__ import annotations
@@ -62,8 +60,7 @@ class Finding:
 def first_difference(
     ours: Sequence[StepRecord], theirs: Sequence[StepRecord], *, noise: Noise | None = None
 ) -> Finding | None:
-    """Return the first difference in the steps that both runs have, or None. Without `noise`, ties and wrong
-    acceptances are not told apart."""
+    """Return the first difference in common steps. Without `noise`, ties and wrong acceptances are not told apart."""
     other = {record.step: record for record in theirs}
     is_rounded = False  # whether steps before were learned from by another layout of ranks
     for a in sorted((a for a in ours if a.step in other), key=lambda record: record.step):

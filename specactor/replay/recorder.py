@@ -53,10 +53,8 @@ class StepRecorder:
     """By the last step, on rank 0."""
 
     def started(self, step: int, data: object) -> None:
-        """Record what the run starts or goes on with, unless that step has its record. Collective.
-
-        `data`: where the data stream stands, as a checkpoint keeps it.
-        """
+        """Record what the run starts with, unless that step has its record. Collective. `data`: where the data stream
+        stands."""
         if self.config.tracking.record == "off":
             return
         weights = self._weights()
@@ -78,12 +76,8 @@ class StepRecorder:
         *,
         is_suspect: bool = False,
     ) -> None:
-        """Record what was sampled and, unless `stats` is None, learned from it. Collective.
-
-        Args:
-            is_suspect: all samples are kept whole, so that a replay shows the token.
-            data: as of `started`; None where a part of the step was generated.
-        """
+        """Record what was sampled and, unless `stats` is None, learned from it. Collective. `is_suspect`: all samples
+        are kept whole, for a replay. `data`: as of `started`; None where a part of the step was generated."""
         if self.config.tracking.record == "off":
             return
         weights = self._weights() if stats is not None else ()

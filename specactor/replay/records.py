@@ -1,6 +1,5 @@
-"""What a run records of every step. A record stands alone, with its config and library versions.
-
-Invariants: a file is there whole or not at all; one that was cut or changed is refused by its digest.
+"""What a run records of every step, with its config and library versions. Invariants: a file is whole or not there; a
+cut or changed one is refused by its digest.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class RankWeights(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One RL step; step 0, or the step that a run was resumed at, has weights alone."""
+    """One RL step; where a run begins or resumes, weights alone."""
 
     step: int
     version: int = 0  # of the policy that sampled, but for older spans
@@ -121,7 +120,7 @@ def file_of(run: Path, step: int) -> Path:
 
 
 def write(run: Path, record: StepRecord) -> int:
-    """Write a record in place of an older one, whole or not at all; return its bytes."""
+    """Write a record, whole or not at all; return its bytes."""
     file = file_of(run, record.step)
     file.parent.mkdir(parents=True, exist_ok=True)
     body = zlib.compress(msgspec.msgpack.encode(record), 1)
@@ -135,7 +134,7 @@ def write(run: Path, record: StepRecord) -> int:
 
 
 def read(file: Path) -> StepRecord:
-    """Read a record. Raises DataError for a file that is missing, damaged or of another format."""
+    """Read a record. Raises DataError for a missing, damaged or foreign file."""
     try:
         raw = file.read_bytes()
     except OSError as error:

@@ -35,7 +35,7 @@ class ChildDied(EngineError):  # noqa: N818  (an event, like StopIteration)
 
 
 class Call(Generic[Answer]):
-    """One question and its answers. Answers that come after the context are dropped."""
+    """One question and its answers; those after the context are dropped."""
 
     def __init__(self, child: ChildProcess[Answer], number: int) -> None:
         self._child, self.number = child, number
@@ -48,7 +48,7 @@ class Call(Generic[Answer]):
         self._child.forget(self)
 
     def next(self, timeout_s: float) -> Answer:
-        """Return the next answer. Raises TimeoutError when there is none in time, and ChildDied."""
+        """Return the next answer. Raises TimeoutError, and ChildDied."""
         try:
             answer = self.inbox.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
@@ -70,14 +70,9 @@ class ChildProcess(Generic[Answer]):
         environment: Mapping[str, str],
         log_file: str,
     ) -> None:
-        """Start it, or have the warm starter fork it, and return at once.
-
-        Args:
-            run: ``package.module:function``, which gets the child's end of the socket.
-            start: the first message.
-            name: as in "engine 3".
-            answers: decodes all types of its answers, `Failed` among them.
-        """
+        """Start it, or have the warm starter fork it, without waiting. `run` is ``package.module:function``, which gets
+        the child's end of the socket, and `start` the first message. `answers` decodes all answers, `Failed` among
+        them."""
         self.name, self.log_file = name, log_file
         self.moved_s = 0.0  # when it last gave an answer that was not the last of its call
         self.answer_to_start: Answer | None = None  # once it is there; `wait_ready` returns it
@@ -154,7 +149,7 @@ class ChildProcess(Generic[Answer]):
             self._calls.pop(call.number, None)
 
     def unanswered(self) -> set[int]:
-        """Return the numbers of the calls that have not had their last answer."""
+        """Return the numbers of calls without their last answer."""
         with self._lock:
             return set(self._unanswered)
 

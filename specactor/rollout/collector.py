@@ -180,7 +180,7 @@ class RolloutCollector:
         return hooks.keeps(name, group) if ":" in name else informative(group.scores), fmean(group.scores)
 
     def collect_again(self, step: int, alone: Sequence[str]) -> list[ScoredGroup]:
-        """Return groups ("3") or responses ("3.1") of the step after `step` finished ones, each generated alone."""
+        """As `collect`, for these groups ("3") or responses ("3.1") alone, each generated alone."""
         problems = self.train_data.drawn(self.prompts.take(self.config.rollout.prompts_per_step))
         requests = group_requests(problems, config=self.config.rollout, run_seed=self.config.seed, step=step)
         found: list[ScoredGroup] = []
@@ -221,7 +221,7 @@ class RolloutCollector:
         return samples.whole(groups, wanted=self.collective.rank == 0)  # which writes them
 
     def take_stats(self, *, trace: bool = False) -> RolloutStats:
-        """Return all ranks' stats since the last call; `trace`: record spans from now on."""
+        """Return all ranks' stats since the last call; `trace`: see `Engine.trace`."""
         own = self.collective.together("stats", partial(self._own_stats, trace))
         stats = RolloutStats.total(self.collective.gather(own, RolloutStats))
         self.progress.drafter_problems(stats.counts)
@@ -243,7 +243,7 @@ class RolloutCollector:
         )
 
     def _collect_first(self, step: int) -> list[ScoredGroup]:
-        """Return the groups that are complete first; drop the others, or keep them open."""
+        """Return the first complete groups; drop the others, or keep them open."""
         rollout, want = self.config.rollout, self.config.rollout.prompts_per_step
         num_fresh = resume.num_in_flight(want, rollout.oversample) - len(self.open_groups)
         problems = self.train_data.drawn(self.prompts.take(num_fresh))
@@ -281,11 +281,8 @@ class RolloutCollector:
         refill: Refill | None = None,
         phases: tuple[str, str] = PHASES,
     ) -> tuple[dict[str, Trajectory], dict[str, RolloutRequest]]:
-        """Return finished responses and stopped requests on every rank; tokens stay on one (`specactor.samples`).
-
-        Args:
-            enough: complete groups of this rank at which to stop.
-        """
+        """Return finished responses and stopped requests on every rank; tokens stay on one (`specactor.samples`). Stop
+        at `enough` complete groups of this rank."""
         of = {request.request_id: problem for request, problem in zip(requests, problems, strict=True)}
         self._num_rollouts += 1
         waiting = self._held_back(requests if enough is None else [])
@@ -382,11 +379,8 @@ class RolloutCollector:
         *,
         finished: Sequence[Trajectory] | None = None,
     ) -> list[ScoredGroup]:
-        """Shape scores into rewards, without failed responses, and without groups that have fewer than two others.
-
-        Args:
-            finished: the responses whose failures are reported.
-        """
+        """Shape scores into rewards, without failed responses and groups of fewer than two others. Only failures among
+        `finished` are reported."""
         size = len(trajectories) // len(problems)
         cuts = [slice(i * size, (i + 1) * size) for i in range(len(problems))]
         with self.progress.phase("reward"):

@@ -71,7 +71,7 @@ class _Conversation:
 
 
 class Conversations:
-    """Those of one rank and rollout. All methods are called from one thread."""
+    """All of one rank and rollout, called from one thread."""
 
     def __init__(
         self,
@@ -347,7 +347,7 @@ class Conversations:
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """Return whether the endpoint's refusal ended an agent; each HTTP client has its own error for it."""
+    """Return whether the endpoint's refusal ended an agent; each HTTP client has its own error."""
     left, seen = [error], list[int]()
     while left:
         if (one := left.pop()) is None or id(one) in seen:
@@ -369,7 +369,7 @@ async def _bounded(coroutine: Callable[[], Awaitable[object]], timeout_s: float 
 
 
 class _Tasks(weakref.WeakSet["asyncio.Task[Any]"]):
-    """The tasks of one loop, since `asyncio.all_tasks` looks through those of all loops."""
+    """The tasks of one loop; `asyncio.all_tasks` looks through all loops."""
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         self.add(task := asyncio.Task(coroutine, loop=loop, **options))

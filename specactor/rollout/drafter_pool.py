@@ -1,9 +1,7 @@
-"""The drafter processes of one host.
+"""The drafter processes of one host. Those with `DrafterSpec.engine` sleep, and may be woken while that engine is idle.
 
-Those with `DrafterSpec.engine` sleep, and may be woken while that engine is idle.
-
-Invariants: after `rollout` those sleep or are gone; they restart only while their engine is idle; who lends a device or
-takes it back does not wait while a process is ended or started; `stop` leaves nothing.
+Invariants: after `rollout` those sleep or are gone, and restart only while their engine is idle; who lends or takes
+back a device does not wait for a process; `stop` leaves nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ class DrafterPool:
         self.stop()
 
     def wait_ready(self) -> None:
-        """Wait until all listen; then watch them. Raises EngineError, and stops all, when one does not."""
+        """Wait until all listen, then watch them. Raises EngineError, and stops all, otherwise."""
         try:
             for drafter in self.drafters:
                 drafter.wait_ready()
@@ -74,7 +72,7 @@ class DrafterPool:
             self._watcher.start()
 
     def work(self, *, trace: bool = False) -> dict[str, Work]:
-        """Return the work since the last call; `trace`: record spans from now on."""
+        """Return `DrafterProcess.work` of each."""
         with self._lock:
             each = {f"drafter {d.spec.index}": d.work(trace=trace) for d in self.drafters if d.alive}
         return {name: work for name, work in each.items() if work is not None}
@@ -84,8 +82,8 @@ class DrafterPool:
             return any(drafter.wants(version) for drafter in self._learning())
 
     def renew(self, weights: DraftWeights) -> tuple[list[str], float]:
-        """Bring new weights to those with older ones, all at once, in at most `PUSH_LIMIT_S`; return the reasons of
-        those that did not take them, and the seconds until the last answer."""
+        """Bring new weights to all with older ones at once, in at most `PUSH_LIMIT_S`; return the reasons of those
+        without them, and the seconds taken."""
         began_s = time.monotonic()
 
         def bring(drafter: DrafterProcess) -> tuple[str, float]:
@@ -114,7 +112,7 @@ class DrafterPool:
             return any(drafter.awake and drafter.alive for drafter in self.drafters if drafter.spec.engine is not None)
 
     def free(self, engine: int) -> None:
-        """Note that the engine has nothing to do, until `sleep` or the end of the rollout."""
+        """Note that the engine is idle, until `sleep` or the rollout's end."""
         with self._lock:
             self._free.add(engine)
 
@@ -138,14 +136,14 @@ class DrafterPool:
                     drafter.sleep(timeout_s=0.0)
 
     def _learning(self) -> list[DrafterProcess]:
-        """Return the drafters whose model is trained: those of the first one."""
+        """Return the drafters whose model is trained: the first one's."""
         return [drafter for drafter in self.drafters if drafter.spec.drafter == METHOD]
 
     def _on(self, engine: int) -> list[DrafterProcess]:
         return [drafter for drafter in self.drafters if drafter.spec.engine == engine]
 
     def _settle(self) -> None:
-        """Let all sleep; end those that are late or, on GPUs, starting."""
+        """Let all sleep; end late or, on GPUs, starting ones."""
         with self._replacing, self._lock:
             deadline = time.monotonic() + SLEEP_TIMEOUT_S
             self._free.clear()
@@ -166,7 +164,7 @@ class DrafterPool:
         return drafter.sleep(timeout_s=max(ANSWER_S, deadline - time.monotonic()))
 
     def _end_late(self, late: Sequence[int]) -> None:
-        """End them together, since each may take seconds. They do not count as deaths."""
+        """End them together, as each may take seconds; no deaths are counted."""
         for i in late:
             spec = self.drafters[i].spec
             _LOG.warning(

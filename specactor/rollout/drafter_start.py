@@ -57,8 +57,8 @@ class Offer:
 def make_specs(
     config: Config, host: Host, *, max_position: int, log_dir: Path, endpoint: Callable[[], str] = local_endpoint
 ) -> list[DrafterSpec]:
-    """Return the drafters of one host, without keys. `max_position` is the policy's longest sequence in tokens;
-    `endpoint` gives each an address. Raises ConfigError for a draft model that is not there."""
+    """Return one host's drafters, without keys. `max_position` is the policy's longest sequence in tokens. Raises
+    ConfigError for a draft model that is not there."""
     sleeping = host.lendable if config.lends_devices else ()
     own = place(config.parallel.drafters, host)
     places = [
@@ -124,9 +124,8 @@ def _contexts(models: Mapping[str, str], max_position: int) -> dict[str, int]:
 
 
 def place(drafters: int, host: Host) -> list[int]:
-    """Return devices after those of ranks; cores may be shared. Raises ConfigError for too few GPUs: a drafter never
-    gives most of its GPU's memory back.
-    """
+    """Return devices after those of ranks; cores may be shared. Raises ConfigError for too few GPUs: a drafter keeps
+    most of its GPU's memory."""
     free = len(host.devices) - host.ranks
     if host.has_gpus and drafters > free:
         raise ConfigError.at(
@@ -139,7 +138,7 @@ def place(drafters: int, host: Host) -> list[int]:
 
 
 def draft_shape(folder: str) -> ModelShape:
-    """Read a draft model's shape. Raises ConfigError when the folder is no Hugging Face model."""
+    """Read a draft model's shape. Raises ConfigError for no Hugging Face model."""
     try:
         shape = ModelShape.read(Path(folder))
     except ConfigError as error:
@@ -169,7 +168,7 @@ def draft_shape(folder: str) -> ModelShape:
 
 
 def check_in_engines(config: Config, policy: ModelShape) -> None:
-    """Raise ConfigError for draft models that engines of this policy cannot run beside it."""
+    """Raise ConfigError for draft models that this policy's engines cannot run."""
     speculation = config.rollout.speculation
     if speculation.uses_mtp and not policy.has_mtp:
         raise ConfigError.at(
@@ -225,15 +224,13 @@ def _vocabulary(folder: Path) -> Mapping[str, int]:
 
 
 def host_of(config: Config, view: View) -> View:
-    """Return a rank's machine; where devices are lent, the ranks there that see the same ones.
-
-    The first of those drives their engines and no others, so that a drafter that it wakes drafts for these.
-    """
+    """Return a rank's machine; where devices are lent, the ranks there that see the same ones, of which the first
+    drives their engines alone: a drafter that it wakes drafts for these."""
     return view if config.lends_devices else View(view.machine)
 
 
 def drafting_hosts(config: Config, hosts: Sequence[View]) -> list[View]:
-    """Return the hosts that start drafters, from each rank's host. Raises ConfigError when there are too few."""
+    """Return the hosts that start drafters, from each rank's host. Raises ConfigError for too few."""
     numbered, p = list(dict.fromkeys(hosts)), config.parallel
     if config.lends_devices:
         return numbered
@@ -252,7 +249,7 @@ def drafting_hosts(config: Config, hosts: Sequence[View]) -> list[View]:
 
 
 def offer(specs: Sequence[DrafterSpec], host: View) -> tuple[list[DrafterSpec], Offer]:
-    """Return the drafters with keys, and what all ranks are sent about them."""
+    """Return the drafters with keys, and what all ranks are sent."""
     if not specs:
         return [], Offer(host=host)
     engine_keys, drafter_keys = make_keys()

@@ -57,17 +57,9 @@ class Driver:
         refill: Refill | None = None,
         waiting: Waiting | None = None,
     ) -> None:
-        """Take engines that are ready.
-
-        Args:
-            notify: sees each response.
-            policy: says when to wake a drafter on an idle engine's device.
-            enough_groups: complete groups at which the rollout stops.
-            drafters: sleep on the engines' devices.
-            conversations: of some requests; they say what becomes of responses.
-            refill: gives further requests as groups become complete, and says when there are enough.
-            waiting: gives further groups as engines have room.
-        """
+        """Take engines that are ready. `policy` says when to wake one of `drafters` on an idle engine's device,
+        `conversations` what becomes of their responses; `refill` gives requests as groups become complete, `waiting`
+        groups as engines have room."""
         self.done: dict[str, Trajectory] = {}
         # begun when there were enough groups; another rollout resumes them
         self.stopped: dict[str, RolloutRequest] = {}
@@ -93,7 +85,6 @@ class Driver:
 
     @property
     def num_woken(self) -> int:
-        """Return how often a drafter was woken on an idle engine's device."""
         return self._borrowed.num_woken
 
     def run(self, parts: Sequence[Sequence[RolloutRequest]]) -> None:
@@ -297,7 +288,7 @@ class Driver:
             self._turns.append((engine, found))
 
     def _send_turns(self) -> None:
-        """Send turns to their engines; those of a dead one go to the engine with the least to do."""
+        """Send turns to their engines, a dead one's to the engine with the least to do."""
         turns, self._turns = self._turns, []
         for _, turn in turns if not self._running else ():  # they are sent when engines are started again
             self._thinking.pop(turn.request_id.partition(TURN)[0], None)

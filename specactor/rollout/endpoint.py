@@ -75,7 +75,7 @@ class Call:
 
 
 class Endpoint:
-    """Serves all sessions of a rank, in a thread of its own."""
+    """Serves all sessions of a rank, in its own thread."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Callable[[Call], None]] = {}
@@ -170,7 +170,7 @@ async def _whole(call: Call, head: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _stream(request: web.Request, call: Call, head: dict[str, Any]) -> web.StreamResponse:
-    """Send server-sent events; the status waits for the first part, which may be a refusal."""
+    """Send server-sent events; the status waits for the first part, maybe a refusal."""
     head |= {"object": "chat.completion.chunk"}
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     begun: set[int] = set()

@@ -1,7 +1,5 @@
-"""Frames on the socket between a process and its owner.
-
-A call is a question and its answers, which share a number. After a `ProtocolError` the ends are out of step, and the
-process is given up.
+"""Frames on the socket between a process and its owner. A call is a question and its answers, which share a number.
+After a `ProtocolError` the process is given up.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ def pack(call: int, message: msgspec.Struct, *, last: bool = True) -> bytes:
 
 
 def unpack_header(data: bytes) -> Header:
-    """Read the header. Raises ProtocolError for one that this version does not write."""
+    """Read the header. Raises ProtocolError for one of another version."""
     length, version, last, call = _HEADER.unpack(data)
     if version != VERSION:
         raise ProtocolError(f"frame of protocol version {version}, expected {VERSION}. Both ends must run one version.")
@@ -60,7 +58,7 @@ def unpack_header(data: bytes) -> Header:
 
 
 def decode(body: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
-    """Read a message. Raises ProtocolError for one that is none of the decoder's types."""
+    """Read a message. Raises ProtocolError for one of another type."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError) as error:  # ValueError: text that is not UTF-8
@@ -68,7 +66,7 @@ def decode(body: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
 
 
 def read(connection: socket.socket, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[Header, Message] | None:
-    """Read the next frame; None at the end of the stream. Raises ProtocolError for a stream cut within a frame."""
+    """Read the next frame; None at the end. Raises ProtocolError for a stream cut within one."""
     data = _read_exactly(connection, HEADER_BYTES)
     if not data:
         return None

@@ -122,7 +122,7 @@ class Grading:
         return asked.verdict
 
     def begin(self) -> None:
-        """Begin a rollout, in which verifiers that hung are asked again."""
+        """Begin a rollout: verifiers that hung are asked again."""
         self._hung.clear()
         self._verdicts.clear()
 

@@ -48,14 +48,8 @@ class EnginePool:
         drafters: DrafterPool | None = None,
         restart_limit_s: float = RESTART_LIMIT_S,
     ) -> None:
-        """Start all engines, of which there may be none; `wait_ready` waits for them.
-
-        Args:
-            tail: says when to wake a drafter on an idle engine's device.
-            report_tokens: an engine reports a running request after so many of its tokens.
-            drafters: sleep on the engines' devices, or draft elsewhere.
-            restart_limit_s: longest that `restart_lost` takes; other ranks wait for it.
-        """
+        """Start all engines, if any; `wait_ready` waits for them. `tail` says when to wake a drafter on an idle
+        engine's device; `restart_lost` takes at most `restart_limit_s`, for which other ranks wait."""
         self._restart_limit_s = restart_limit_s
         self.tail = tail
         self.drafters = drafters if drafters is not None else DrafterPool([])
@@ -101,12 +95,9 @@ class EnginePool:
         refill: Refill | None = None,
         waiting: Waiting | None = None,
     ) -> RolloutOutcome:
-        """Generate on living engines; `on_finished` is called in this thread.
-
-        Requests begin `conversations`, or go on with them after a death. With `refill` it goes on until that is
-        settled, with `waiting` until that is empty; with `enough_groups` it stops when so many are complete. Raises
-        EngineError for a request that cannot be served. Without a living engine all come back unfinished.
-        """
+        """Generate on living engines, until `refill` is settled, `waiting` empty or `enough_groups` complete;
+        `on_finished` is called in this thread. `conversations` begin, or go on after a death. Without a living engine
+        all come back unfinished. Raises EngineError for a request that cannot be served."""
         merge(requests, [])  # refuses ids that are not unique before anything runs
         self.wait_ready()
         alive = [engine for engine in self.engines if engine.alive]
@@ -138,15 +129,14 @@ class EnginePool:
             self.tail = self.tail.after(counts)
 
     def lost(self) -> tuple[int, ...]:
-        """Return the indices of engines that died and were not restarted yet."""
         return tuple(engine.index for engine in self.engines if not engine.alive)
 
     def any_lost(self) -> bool:
         return bool(self.lost())
 
     def restart_lost(self) -> tuple[int, ...]:
-        """Replace dead engines, also those that die while starting, after pauses that double; return their indices. New
-        ones hold their model folder's weights until the next sync. Raises EngineError for one that died too often, or
+        """Replace dead engines, also those that die while starting, with pauses that double; return their indices.
+        Until the next sync they hold their model folder's weights. Raises EngineError for one that died too often, or
         is not ready within `restart_limit_s`."""
         deadline, pause_s = time.monotonic() + self._restart_limit_s, _RESTART_PAUSE_S
         replaced = set(self.lost())
@@ -198,7 +188,6 @@ class EnginePool:
         self._on_living(Engine.release_memory)
 
     def resume_weights(self) -> None:
-        """Take memory for weights, which are undefined until the next sync."""
         self._on_living(Engine.resume_weights)
 
     def resume_memory(self) -> None:
@@ -215,7 +204,7 @@ class EnginePool:
         return added_figures(parts)
 
     def trace(self, *, on: bool) -> dict[str, list[Span]]:
-        """Return spans per living engine since the last call; record from now on, or do not."""
+        """Return `Engine.trace` of each living engine."""
         spans: dict[str, list[Span]] = {}
         self._on_living(lambda engine: spans.__setitem__(f"engine {engine.index}", engine.trace(on=on)))
         return {name: spans[name] for name in sorted(spans)}

@@ -2,10 +2,10 @@
 
     python -m specactor.rollout.process_guard MODULE:FUNCTION --fd N
 
-guards a process that calls the function with the inherited socket N. The end of its stream is the sign to end.
+calls the function with the inherited socket N, whose end means stop.
 
-Invariants: an exit of the guard leaves no process, temporary folder or file in /dev/shm; when the owner dies, the
-guarded process ends within `GRACE_S`; it ends with the guard.
+Invariants: an exit of the guard leaves no process, temporary folder or file in /dev/shm; when the owner dies, the child
+ends within `GRACE_S`; it ends with the guard.
 """
 
 from __future__ import annotations

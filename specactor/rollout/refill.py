@@ -1,9 +1,8 @@
-"""Dynamic sampling: a group that nothing is learned from is replaced at once, by the next problem.
+"""Dynamic sampling: a group that nothing is learned from is replaced at once, by the next problem. The first that
+teach, in the order of the data, are kept.
 
-The first groups that teach something, in the order of the data, are kept, whatever the speed or the ranks.
-
-Invariants: a verdict is final; ranks with equal verdicts draw and keep the same; what is drawn only grows; without
-``rollout.oversample`` nothing needless is drawn.
+Invariants: a verdict is final; ranks with equal verdicts draw and keep the same, at any speed; what is drawn only
+grows; without ``rollout.oversample`` nothing needless is drawn.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Verdicts:
             self.told += [self.store.get(f"{self.prefix}/{i + 1}").decode() for i in range(len(self.told), count)]
 
     def forget(self) -> None:
-        """Delete this rank's keys, and the counter, from the store. Call it when all ranks have read them."""
+        """Delete this rank's keys, and the counter, once all ranks have read them."""
         if self.store is not None:
             for key in (*self._own, f"{self.prefix}/n"):
                 self.store.delete_key(key)
@@ -54,8 +53,6 @@ class Verdicts:
 
 @dataclass(kw_only=True)
 class Refill:
-    """The groups of one step."""
-
     want: int
     """Groups to keep."""
     ahead: int
@@ -84,7 +81,7 @@ class Refill:
 
     @property
     def known(self) -> dict[int, bool]:
-        """Return by group whether it is kept, for groups with a verdict."""
+        """Return whether each group with a verdict is kept."""
         return {int(words[0]): words[1] == "1" for words in self._words}
 
     @property
@@ -98,7 +95,7 @@ class Refill:
 
     @property
     def kept(self) -> list[int] | None:
-        """The groups to learn from, once known, by number; fewer than wanted where `most` were drawn."""
+        """The groups to learn from, once known; fewer than wanted where `most` were drawn."""
         known = self.known
         found: list[int] = []
         for number in range(self.most):
@@ -111,7 +108,7 @@ class Refill:
 
     @property
     def drawn(self) -> int:
-        """Return the number of groups that are, or were, at work."""
+        """Return how many groups are, or were, at work."""
         return min(self.most, self.ahead + sum(not kept for kept in self.known.values()))
 
     def more(self) -> list[RolloutRequest]:

@@ -1,9 +1,8 @@
 """Which responses a step asks for, and from which engine. PURE.
 
 Invariants: a request's seed depends on run, step (with `rollout.noise_visits` K > 1 epoch // K), problem and sample
-alone: the same step asks for the same tokens after a resume, on any number of engines; a repeated problem gets further
-samples; a group goes to one engine, whose prefix cache holds its prompt; engines differ by at most one group's work;
-equal input gives an equal assignment.
+alone; a repeated problem gets further samples; a group goes to one engine, for its prefix cache; engines differ by at
+most one group's work; equal input is assigned alike.
 """
 
 from __future__ import annotations
@@ -26,11 +25,8 @@ def group_requests(
     step: int,
     earlier: Sequence[DrawnProblem] = (),
 ) -> list[RolloutRequest]:
-    """Return `config.group_size` requests per problem, group by group; the step has asked for `earlier` problems
-    before.
-
-    Ids begin with the number of finished steps.
-    """
+    """Return `config.group_size` requests per problem, group by group, after the step's `earlier` problems. Ids begin
+    with the number of finished steps."""
     asked = [problem.index for problem in (*earlier, *problems)]
     sampling = sampling_of(config)
     return [
@@ -54,7 +50,7 @@ def group_requests(
 def held_out_requests(
     problems: Sequence[Problem], *, config: RolloutConfig, run_seed: int, samples: int
 ) -> list[RolloutRequest]:
-    """Return one greedy request per problem, or `samples` that are the same whenever they are asked for."""
+    """Return one greedy request per problem, or `samples` with the same seeds at any time."""
     sampling = sampling_of(config)
     if samples == 1:
         sampling = SamplingParams(
@@ -86,10 +82,8 @@ def sampling_of(config: RolloutConfig) -> SamplingParams:
 
 
 def assign(requests: Sequence[RolloutRequest], num_engines: int) -> list[list[RolloutRequest]]:
-    """Return requests per engine, in the order of `requests`; the heaviest group goes first, to the lightest engine.
-
-    A group weighs its prompts and the tokens that it may generate.
-    """
+    """Return requests per engine, in order; the heaviest group goes first, to the lightest engine. A group weighs its
+    prompts and the tokens that it may generate."""
     if num_engines < 1:
         raise EngineError(f"assign: got {num_engines} engines, expected at least 1. Restart the lost ones first.")
     weights: dict[int, int] = {}

@@ -1,8 +1,8 @@
-"""Responses that are generated in parts, and groups that take several steps. PURE.
+"""Responses generated in parts, and groups over several steps. PURE.
 
 Invariants: a response has one log-probability per token, spans without gap or overlap, and experts of all tokens or
-none; a resumed one keeps its tokens, id and seed; a step learns from `want` whole groups; a group is learned from at
-most once, with `partial` exactly once unless the run ends.
+none; a resumed one keeps tokens, id and seed; a step learns from `want` whole groups, from each at most once, with
+`partial` exactly once unless the run ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def bare(request: RolloutRequest) -> RolloutRequest:
 
 
 def check(request: RolloutRequest, *, with_experts: bool = False) -> None:
-    """Raise EngineError for a `begun` that is damaged, a whole response, or without the experts of its tokens."""
+    """Raise EngineError for a `begun` that is damaged, whole, or lacks experts of its tokens."""
     begun = request.begun
     if begun is None:
         return
@@ -82,11 +82,8 @@ def whole(
 
 
 def going_on(request: RolloutRequest, response: Trajectory) -> RolloutRequest:
-    """Return the request that goes on after the tokens of `response`.
-
-    Its tokens are those of an uninterrupted run, up to rounding: keys from a prefill move float32 log-probabilities by
-    up to 1e-5, and nearly tied tokens.
-    """
+    """Return the request for what follows `response`. Its tokens are those of an uninterrupted run, but for rounding:
+    keys from a prefill move float32 log-probabilities by up to 1e-5."""
     if not response.token_ids:
         return request
     spans = tuple(span for span in response.spans if span.end > span.start)
@@ -176,7 +173,7 @@ class OpenGroup:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Return the responses of a complete group, in the order of its requests."""
+        """Return a complete group's responses, in the order of its requests."""
         return [self.finished[request.request_id] for request in self.requests]
 
     def numbered(self, group_id: int) -> OpenGroup:
@@ -189,14 +186,14 @@ class OpenGroup:
 
 
 def num_in_flight(want: int, oversample: float) -> int:
-    """Return how many groups a step works at, to learn from `want` of them."""
+    """Return how many groups a step works at, to learn from `want`."""
     return math.ceil(want * oversample - 1e-9)
 
 
 def opened(
     carried: Sequence[OpenGroup], problems: Sequence[int], requests: Sequence[RolloutRequest]
 ) -> list[OpenGroup]:
-    """Return all groups of a step, numbered anew, carried ones first; `requests` are the new ones, group by group."""
+    """Return a step's groups, numbered anew, carried ones first; `requests` are the new ones, by group."""
     size = len(requests) // len(problems) if problems else 0
     fresh = [
         OpenGroup(problem=problem, requests=tuple(requests[i * size : (i + 1) * size]), finished={})
@@ -223,7 +220,7 @@ def state(groups: Sequence[OpenGroup]) -> object:
 
 
 def restored(state: object, *, group_size: int) -> list[OpenGroup]:
-    """Restore a `state`. Raises CheckpointError for what is none, or has groups of another size."""
+    """Restore a `state`. Raises CheckpointError for none, or another group size."""
     try:
         groups = msgspec.convert(state, list[OpenGroup])
     except msgspec.ValidationError as error:

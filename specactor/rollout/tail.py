@@ -1,7 +1,7 @@
 """Wakes drafters that sleep on idle engines' devices (Algorithm 3 of 2511.16193).
 
-Invariants: at most one is awake; it leaves before its engine gets requests; it is woken only where it should pay;
-tokens never change by it; who lends or takes back waits for no process.
+Invariants: at most one is awake; it leaves before its engine gets requests; it is woken only where it should pay; no
+token changes; who lends or takes back waits for no process.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ class WakeWhereItPays:
     notice_rounds: float = 32.0  # until an engine that found no drafter looks for one again
 
     def engine_to_wake(self, loads: Sequence[EngineLoad], finished: Sequence[int]) -> int | None:
-        """Return the engine whose drafter is awake soonest, if that pays for some request. PURE. `loads` are of living
-        engines, `finished` lengths in tokens.
-        """
+        """Return the engine whose drafter is awake soonest, if that pays. PURE. `loads` are of living engines,
+        `finished` lengths in tokens."""
         wakes = [(load.wake_rounds, load.engine) for load in loads if load.wake_rounds is not None]
         if not wakes:
             return None
@@ -145,7 +144,7 @@ class BorrowedDevices:
     def lend(
         self, loads: Callable[[], Sequence[EngineLoad]], dry: Iterable[int], finished: Iterable[int], rounds: int
     ) -> None:
-        """Wake a drafter, if the policy says so; `finished` are lengths in tokens."""
+        """Wake a drafter, if that pays; `finished` are lengths in tokens."""
         if self._drafters is None or self._policy is None:
             return
         for engine in set(dry) - self._dry:

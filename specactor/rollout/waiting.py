@@ -1,9 +1,8 @@
-"""Groups wait for room in their engine, and go to whichever rank, of any host, has room first.
+"""Groups wait for room in their engine, and go to whichever rank, of any host, has room first. Ranks know all requests:
+only counts travel, through the launcher's store.
 
-Ranks know all requests: only counts travel, through the launcher's store.
-
-Invariants: a group is taken once, and whole; a rank gets its own groups while others have not taken them; what nobody
-took is its first rank's; who takes it changes no token.
+Invariants: a group is taken once, and whole; a rank takes its own first; what nobody took is its first rank's; who
+takes it changes no token.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ MAX_ASKED = 16
 
 
 def held_back(requests: Sequence[RolloutRequest], *, engines: int, slots: int) -> dict[int, list[Group]]:
-    """Return, by engine, the groups that find its `slots` taken; none where there is one engine.
-
-    Group i is meant for engine i modulo `engines`, which is sent groups until each slot has a request.
-    """
+    """Return, by engine, the groups that find its `slots` taken; none for one engine. Group i is meant for engine i %
+    `engines`, which is filled first."""
     groups: dict[int, Group] = {}
     for request in requests:
         groups.setdefault(request.group_id, []).append(request)
@@ -70,12 +67,10 @@ class Waiting:
 
     @property
     def is_over(self) -> bool:
-        """Return whether there is nothing left to take."""
         return len(self._over) >= len(self.lists)
 
     def take(self, running: int) -> Group:
-        """Return a group for an engine of this rank that runs so many requests; empty where there is none, or no
-        room."""
+        """Return a group for an engine that runs so many requests; empty without one, or room."""
         room = self.slots - running
         if room <= 0 or self.is_over:
             return []
@@ -93,8 +88,8 @@ class Waiting:
         return []
 
     def left(self) -> list[RolloutRequest]:
-        """Return what nobody took of this rank's lists, since engines died, and delete their counts. Call it when all
-        ranks are done; a second call returns nothing."""
+        """Return what nobody took of this rank's lists, since engines died, and delete their counts, when all ranks are
+        done."""
         found: list[RolloutRequest] = []
         for engine in set(self.own) & self.lists.keys():
             groups = self.lists[engine]

@@ -95,11 +95,8 @@ class WarmStarter:
     """The starter, as a context; `fork` finds it by the environment variable `NAME`."""
 
     def __init__(self, name: str, *, starts: bool = True) -> None:
-        """Start it if this process `starts` it; `name` is unique on the machine.
-
-        Does nothing where there is one already, or a GPU: a fork cannot use CUDA after its parent, and imports may
-        begin it.
-        """
+        """Start it if this process `starts` it; `name` is unique on the machine. Does nothing beside another, or with a
+        GPU: a fork cannot use CUDA after its parent."""
         self._process: subprocess.Popen[bytes] | None = None
         if cpu.has_gpu() or os.environ.get(NAME):
             return

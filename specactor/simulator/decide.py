@@ -1,7 +1,5 @@
-"""What an engine of the simulator decides, by the functions that a real one calls. PURE.
-
-Invariants: `decide` uses what `saw` and `took` were given before; in modes other than auto requests keep the rollout's
-plan.
+"""What an engine of the simulator decides, by the functions that a real one calls. PURE. Invariants: `decide` uses what
+`saw` and `took` were given before; only in auto requests leave the rollout's plan.
 """
 
 from __future__ import annotations
@@ -87,8 +85,7 @@ class Decider:
         fits: Mapping[str, int | None],
         survivals: Mapping[str, Sequence[float]],
     ) -> None:
-        """Believe `survivals` of each drafter until it is seen; `fits` counts requests beside which it fits here, None:
-        any."""
+        """Believe `survivals` until drafters are seen; `fits`: requests beside which each fits here, None: any."""
         self.fits, self.survivals = fits, survivals
         self.plan, self.policy, self.believed, self.remote = plan, policy, believed, remote
         self.costs = OnlineCosts(believed.costs)

@@ -1,6 +1,5 @@
-"""An engine of the simulator: its requests, and how far they are. PURE.
-
-Invariants: time does not go back; tokens of a request never exceed its length. Shapes: B running requests, N all.
+"""An engine of the simulator: its requests, and how far they are. PURE. Time does not go back; tokens never exceed a
+request's length. Shapes: B running requests, N all.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SHOWN_ROUNDS = 5  # rounds whose seconds it is shown: as many as `costs.MIN_RATI
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Helper:
-    """An engine that ran dry drafts for another, with a method that this does not use."""
+    """An engine that ran dry drafts for another, by another method."""
 
     engine: Engine
     method: str
@@ -70,7 +69,7 @@ class Engine:
             self._take(np.array([self.waiting.popleft() for _ in range(most)], np.int64))
 
     def _take(self, new: Ints) -> None:
-        """Let new requests do what most others do, the first what was planned, until decided."""
+        """Let new requests do what most do, the first what was planned."""
         plan, of = self.decider.plan.draft, self.decision
         mode, window = MODES.index(plan.mode), plan.window
         if len(self.running):
@@ -181,8 +180,8 @@ def show(
     *,
     max_window: int,
 ) -> None:
-    """Show the decider some verifies, and seconds of rounds, since it decided. A method that did not draft is shown as
-    a probe, while decoding is plain. `survivals` are the true ones, [B, >= max_window]."""
+    """Show the decider some verifies, and seconds of rounds, since it decided; methods that did not draft as probes,
+    while decoding is plain. `survivals` are the true ones, [B, >= max_window]."""
     rounds = engine.rounds - engine.rounds_decided
     if rounds < 1 or engine.round is None:
         return

@@ -1,9 +1,10 @@
-"""What is true in a simulation: requests, how easy each is to draft, rounds, and how far requests are. PURE.
+"""What is true in a simulation: requests, how easy each is to draft, rounds, and progress. PURE.
 
 Invariants: a prompt's requests are neighbours; a round emits at least one token per request; better survivals emit no
-less. Between events a request gains mean tokens per round, and stays as many standard deviations off its mean as it
-drew at first: so the last of many equal requests ends as late as when every token is drawn. Shapes: N requests; of a
-round B requests, W positions.
+less. A request gains mean tokens per round, and stays as many standard deviations off its mean as it drew at first: so
+the last of many ends as late as when every token is drawn.
+
+Shapes: N requests; of a round B requests, W positions.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Remote:
         return round_s / token_s, max(0.0, round_s - self.message_s - self.rollback_s) / token_s
 
     def window_s(self, window: int, restarts: float = 0.0) -> float:
-        """Return seconds from a commit to the next window; `restarts` is the share of requests that go back."""
+        """Return seconds from a commit to the next window; `restarts`: share of requests that go back."""
         return self.seconds.at(max(self.served, 1.0), window + 1) + self.message_s + self.rollback_s * restarts
 
 
@@ -238,7 +239,7 @@ STEPS_PER_TOKEN, STEPS_PER_RATE = 8, 50
 def _shares_there(
     survival_BW: Floats, window_B: Ints, ahead_B: Flags, *, table: CostTable, remote: Remote, more_s: float
 ) -> Floats:
-    """Return [B, W]: P(a round, of a verify and `more_s`, has j tokens or more); 1 for those drafted for here."""
+    """Return [B, W]: P(a round, of a verify and `more_s`, has j tokens); 1 for those drafted here."""
     requests, width = survival_BW.shape
     window = int(window_B[ahead_B].max())
     share_BW = np.ones((requests, width))

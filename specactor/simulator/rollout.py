@@ -77,10 +77,8 @@ def simulate(
     seed: Sequence[int] = (0,),
     plan: RolloutPlan | None = None,
 ) -> Outcome:
-    """Simulate one rollout. Raises PlanError where nothing fits, or the world lacks a drafter's acceptance.
-
-    `age` counts versions since the drafters' refresh; `plan` replaces the search.
-    """
+    """Simulate one rollout, `age` versions after the drafters' refresh, by `plan` or a search. Raises PlanError where
+    nothing fits, or acceptance is unknown."""
     assert len(requests) == cluster.requests, len(requests)
     if missing := sorted({d.name for d in options.drafters} - set(world.methods)):
         raise PlanError(f"world: got no acceptance of {missing}, expected a Method for every drafter. Add them.")
@@ -299,7 +297,7 @@ class Rollout:
         return True
 
     def _helper(self, free: Engine, engine: Engine, now: float) -> Helper | None:
-        """Choose the method predicted to buy most, of those that the engine has not."""
+        """Choose the method predicted to buy most, new to the engine."""
         used = engine.decision.drafter if (engine.decision.windows > 0).any() else ""
         smallest = {
             option.name: min(fitting, key=lambda e: e.devices)

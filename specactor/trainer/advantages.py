@@ -19,14 +19,14 @@ STD_EPS = 1e-6
 
 
 def group_advantages(rewards_by_group: Sequence[Sequence[float]], kind: AdvantageKind) -> list[list[float]]:
-    """Return every response's advantage; r_i are a group's rewards, with mean m and sample standard deviation std(r).
+    """Return every response's advantage; r are a group's rewards, m their mean, std that of a sample.
 
-    - grpo: (r_i - m) / (std(r) + eps), arXiv 2402.03300 section 4.1.2.
-    - dr_grpo: r_i - m, arXiv 2503.20783.
-    - rloo: r_i - mean of the *other* rewards = n/(n-1) (r_i - m), arXiv 2402.14740.
-    - reinforce_pp: (r_i - m) / (std of r - m over the step + eps), arXiv 2501.03262 with a group baseline.
+    - grpo: (r - m) / (std(r) + eps), arXiv 2402.03300 section 4.1.2.
+    - dr_grpo: r - m, arXiv 2503.20783.
+    - rloo: r - mean of the *other* rewards = n/(n-1) (r - m), arXiv 2402.14740.
+    - reinforce_pp: (r - m) / (std of r - m over the step + eps), arXiv 2501.03262 with a group baseline.
 
-    Raises DataError for a group of fewer than two responses, or a reward that is not finite.
+    Raises DataError for a group of one, or a reward that is not finite.
     """
     for g, rewards in enumerate(rewards_by_group):
         _check_group(g, rewards)
@@ -46,13 +46,13 @@ def group_advantages(rewards_by_group: Sequence[Sequence[float]], kind: Advantag
 
 
 def informative(rewards: Sequence[float]) -> bool:
-    """Return whether not all rewards are equal (dynamic sampling, arXiv 2503.14476 eq. 11)."""
+    """Return whether rewards differ (dynamic sampling, arXiv 2503.14476 eq. 11)."""
     return any(r != rewards[0] for r in rewards)
 
 
 def shape_overlong(reward: float, length: int, max_new_tokens: int, buffer: int) -> float:
-    """Return the reward less DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13: 0 up to ``max_new_tokens -
-    buffer`` tokens, then linearly more, 1 from `max_new_tokens` on. A `buffer` of 0 switches it off."""
+    """Return the reward less DAPO's overlong punishment, arXiv 2503.14476 eq. 13: over the last `buffer` tokens before
+    `max_new_tokens` it rises linearly from 0 to 1. A `buffer` of 0: none."""
     if buffer == 0:
         return reward
     over = length - (max_new_tokens - buffer)

@@ -1,10 +1,8 @@
-"""Checkpoints of the whole training state, in folders named ``step-000010``.
+"""Checkpoints of all training state, in folders named ``step-000010``.
 
-Invariants:
-1. A folder is whole: it gets its name last, after its files and the step's metrics are on disk.
-2. Sizes and digests of files, in ``state.json``, are checked before anything is loaded.
-3. All ranks save and load, or all ranks raise.
-4. After `load` under the same layout in float32, training goes on bit for bit.
+Invariants: a folder is whole: it gets its name last, after its files and the step's metrics are on disk; sizes and
+digests are checked before anything is loaded; all ranks save and load, or all raise; after `load` under the same layout
+in float32, training goes on bit for bit.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ _MODEL_FIELDS = (
 
 
 def latest(root: Path) -> Path | None:
-    """Return the newest whole checkpoint; remove what an interrupted save left. Not collective."""
+    """Return the newest whole checkpoint; remove an interrupted one."""
     if not root.is_dir():
         return None
     for stale in root.glob("step-*.tmp"):
@@ -70,7 +68,7 @@ def write(
     beside: Callable[[Path], None] = lambda folder: None,
 ) -> Callable[[], Path]:
     """Write a checkpoint under a temporary name; return the function that commits it, and removes all but the newest
-    `keep`. Both are collective. `state` is JSON, equal on all ranks; `beside` adds files on every rank. Raises
+    `keep`. Both are collective. `state` is JSON, equal on all ranks; `beside` adds files on each. Raises
     CheckpointError where the disk fails."""
     from specactor.trainer import model_files
 
@@ -119,9 +117,9 @@ def _prune(root: Path, newest: Path, keep: int) -> None:
 
 
 def load(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
-    """Restore `trainer`; return the caller's state. Collective. Under another layout random states are not restored:
-    nothing in the policy draws from them. Raises CheckpointError for a checkpoint that is missing, damaged or does not
-    fit; the trainer is then unchanged, unless Megatron failed half-way."""
+    """Restore `trainer`; return the caller's state. Collective. Under another layout random states stay: nothing in the
+    policy draws from them. Raises CheckpointError for a checkpoint that is missing, damaged or unfit; the trainer is
+    then unchanged, unless Megatron failed half-way."""
     from specactor.trainer import model_files
 
     collective = Collective()

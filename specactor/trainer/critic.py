@@ -47,8 +47,7 @@ class Critic(ModelTrainer):
         return cls(config, layout, model_dir) if config.algorithm.advantage == "gae" else None
 
     def estimates(self, updates: Sequence[Sequence[TrainSequence]]) -> list[Sequence[Estimate]]:
-        """Return each sequence's values, returns, and advantages whitened over the step. What an environment said takes
-        no part."""
+        """Return each sequence's values, returns, and advantages whitened over the step, of sampled tokens alone."""
         settings = self.config.algorithm.critic
         sequences = [sequence for part in updates for sequence in part]
         masks = [torch.tensor(s.loss_mask or (True,) * s.response_len, dtype=torch.bool) for s in sequences]

@@ -1,8 +1,7 @@
-"""Log-probabilities and entropies over a vocabulary that is sharded over ranks.
+"""Log-probabilities and entropies over a vocabulary that is sharded over ranks. The backward pass overwrites the one
+(T, V) buffer, so a second one is an error of autograd.
 
 Shapes: T tokens; V entries of the vocabulary on this rank (rank r holds ids r*V .. (r+1)*V - 1).
-
-The backward pass overwrites the one (T, V) buffer, so a second one is an error of autograd, never a wrong gradient.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ def vocab_parallel_logprobs(
     logits_TV: Tensor, targets_T: Tensor, *, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Return (log-probability of each target, entropy) of softmax(logits / temperature), in nats, at least float32.
-
-    Rows of `logits_TV`, and `targets_T`, ids in the whole vocabulary, are the same on every rank of `group` (None: this
-    rank holds all); so are the results. The gradient needs no communication; entropies have none.
-    """
+    Rows, `targets_T` (ids in the whole vocabulary) and results are the same on every rank of `group` (None: this one
+    holds all). Entropies have no gradient."""
     if group is not None and dist.get_world_size(group) == 1:
         group = None
     outputs: tuple[Tensor, Tensor] = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]

@@ -1,9 +1,8 @@
-"""Losses of policy and critic per token, and weights that correct for how tokens were sampled. PURE.
+"""Losses of policy and critic per token, and weights that correct for how tokens were sampled. PURE. An update's loss
+is the sum over its tokens, on all ranks, of ``weight * loss``.
 
 Shapes: T response tokens of a micro-batch on this rank, S sequences. Log-probabilities are natural, at the sampling
 temperature.
-
-An update's loss is the sum over its tokens, on all ranks, of ``weight * loss``, whatever its micro-batches are.
 """
 # ruff: noqa: N802 (names of functions end in the shape that they return)
 
@@ -37,17 +36,13 @@ def policy_loss_T(
     num_sequences: int,
     sum_over_context: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Return (loss of every token; whether clipping changed its gradient).
-
-    The ratio exp(logprob - old) is clipped to [1 - clip_low, 1 + clip_high].
+    """Return (loss of every token; whether clipping exp(logprob - old) to [1 - clip_low, 1 + clip_high] changed its
+    gradient). The last three arguments are gspo's.
 
     Args:
-        old_logprobs_T: of the policy that sampled, as the trainer computes them.
-        advantages_T: equal for all tokens of a sequence.
-        sequence_T: int64, each token's sequence, numbered alike on a context-parallel group; read by gspo alone, like
-            the next two.
-        sum_over_context: sums a float tensor (S) over that group, in place or not; the identity without context
-            parallelism. Every rank calls it equally often, also with T = 0.
+        old_logprobs_T: of the policy that sampled, by the trainer.
+        sequence_T: int64, numbered alike on a context-parallel group.
+        sum_over_context: sums (S) over that group, in place or not; every rank calls it equally often, also with T = 0.
     """
     old_logprobs_T, advantages_T = old_logprobs_T.detach(), advantages_T.detach()
     log_ratio_T = logprobs_T - old_logprobs_T
@@ -69,12 +64,9 @@ def policy_loss_T(
 
 
 def token_weights(response_lens: Sequence[int], aggregation: Aggregation, max_new_tokens: int) -> list[float]:
-    """Return the weight of a token, per sequence, from the lengths of the *whole* update, on all ranks.
-
-    Of S sequences: sequence_mean 1 / (S len); token_mean 1 / (all tokens); fixed_length 1 / (S max_new_tokens). A
-    sequence without tokens counts in S, with weight 0 under sequence_mean. Raises DataError when no sequence has a
-    token, or for a negative length.
-    """
+    """Return the weight of a token, per sequence, from the lengths of the *whole* update. Of S sequences, empty ones
+    included: sequence_mean 1 / (S len), or 0; token_mean 1 / (all tokens); fixed_length 1 / (S max_new_tokens). Raises
+    DataError for no token at all, or a negative length."""
     num_sequences, total = len(response_lens), sum(response_lens)
     if total == 0 or min(response_lens) < 0:
         raise DataError(
@@ -103,12 +95,9 @@ def kl_T(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 def gae(
     values: Sequence[Tensor], rewards: Sequence[float], *, gamma: float, decay: float
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (advantages, returns) of the tokens of every response, float64.
-
-    Generalised advantage estimation, arXiv 1506.02438 eq. 16, with lambda as `decay`. The last token earns the reward,
-    and nothing is expected after it. `values` are the rewards expected before each token; returns, which they are to
-    become, are advantage + value.
-    """
+    """Return (advantages, returns) of the tokens of every response, float64: generalised advantage estimation, arXiv
+    1506.02438 eq. 16, with lambda as `decay`. The last token earns the reward. `values` are expected before each token;
+    returns are advantage + value."""
     longest = max(map(len, values), default=0)
     values_ST = torch.zeros(len(values), longest + 1, dtype=torch.float64)  # responses end in the last column but one
     for row_T, own_T in zip(values_ST, values, strict=True):
@@ -127,12 +116,9 @@ def gae(
 def gae_of_turns(
     values: Sequence[Tensor], rewards: Sequence[float], *, turns: Sequence[Tensor], gamma: float, decay: float
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (advantages, returns) as `gae` does, where a step is a whole turn (turn-PPO, arXiv 2512.17008).
-
-    A turn has the value before its first token; all its tokens have its advantage and its return. A response of one
-    turn has the reward less its first value, whatever gamma and lambda are. `turns` number each token's, from 0 on
-    without a gap.
-    """
+    """Return (advantages, returns) as `gae`, where a step is a whole turn (turn-PPO, arXiv 2512.17008): it has its
+    first token's value, and its tokens its advantage and return. One turn alone has the reward less its value, whatever
+    gamma and lambda. `turns` number each token's, from 0 on."""
     lengths = [torch.bincount(turns_T) for turns_T in turns]
     firsts = [own_T[of_K.cumsum(0) - of_K] for own_T, of_K in zip(values, lengths, strict=True)]
     advantages, returns = (
@@ -143,7 +129,7 @@ def gae_of_turns(
 
 
 def turn_numbers(mask_T: Tensor) -> Tensor:
-    """Return the turn of each sampled token, from 0 on; tokens that were not sampled end one."""
+    """Return each sampled token's turn, from 0 on; other tokens end one."""
     before_T = torch.cat([mask_T.new_zeros(1), mask_T[:-1]])
     return ((mask_T & ~before_T).cumsum(0) - 1)[mask_T]
 
@@ -158,11 +144,9 @@ def whitened(advantages: Sequence[Tensor]) -> list[Tensor]:
 def value_loss_T(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (half the squared error of every value; whether clipping stopped its gradient).
-
-    With `clip` it is at least that of the values held within old +- clip (arXiv 1707.06347's implementation): the
-    gradient stops where a value has moved that far *towards* its return.
-    """
+    """Return (half the squared error of every value; whether clipping stopped its gradient). With `clip` it is at least
+    that of the values within old +- clip (arXiv 1707.06347's implementation): the gradient stops where a value has
+    moved that far *towards* its return."""
     loss_T = (values_T - returns_T).square() / 2
     if clip is None:
         return loss_T, torch.zeros_like(loss_T, dtype=torch.bool)
@@ -186,7 +170,7 @@ def _pessimistic(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_hi
 def _sequence_mean_S(
     values_T: Tensor, sequence_T: Tensor, num_sequences: int, sum_over_context: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return the mean of each sequence's tokens, on whatever ranks these are; nan without any."""
+    """Return the mean of each sequence's tokens, on all ranks; nan without any."""
     zeros_S = values_T.new_zeros(num_sequences)
     sum_S = sum_over_context(zeros_S.index_add(0, sequence_T, values_T))
     count_S = sum_over_context(zeros_S.index_add(0, sequence_T, torch.ones_like(values_T)))
@@ -211,12 +195,9 @@ def correction_weights_T(
     """Return (weight of every token, without gradient; whether the bounds changed it).
 
     The ratio exp(trainer - sampled) is a token's own, the product over its response (unbiased, of a variance that grows
-    with length), or their geometric mean. Within `bounds` of the ratio [low, high] the weight is the ratio; outside
-    truncate makes it the nearer bound, mask 0. reject makes weights 1, and 0 for a whole response with any ratio
-    outside. What is cut stays in the denominators of `token_weights`.
-
-    Args:
-        sequence_T, num_sequences, sum_over_context: as of `policy_loss_T`.
+    with length), or their geometric mean, and within `bounds` the weight. Outside, truncate makes it the nearer bound,
+    mask 0; reject makes weights 1, and 0 for a whole response with any ratio outside. What is cut stays in the
+    denominators of `token_weights`. Other arguments: see `policy_loss_T`.
     """
     log_ratio_T = trainer_logprobs_T.detach() - sampled_logprobs_T.detach()
     zeros_S = log_ratio_T.new_zeros(num_sequences)

@@ -1,9 +1,9 @@
 """One packed micro-batch as tensors: sequences, one after the other, each padded to what the layout divides.
 
-Shapes: T packed tokens on this rank (under context parallelism chunks r and 2C-1-r of each sequence's 2C), R of them
+Shapes: T packed tokens on this rank (with context parallelism chunks r and 2C-1-r of each sequence's 2C), R of them
 whose next token is learned from.
 
-Invariant: over a context-parallel group every token that is learned from is in exactly one R; others are in none.
+Invariant: over a context-parallel group each such token is in exactly one R.
 """
 
 # ruff: noqa: N815 - tensor fields carry shape suffixes

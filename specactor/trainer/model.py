@@ -85,7 +85,7 @@ class Policy:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every (Hugging Face name, whole tensor) on every rank. Collective. A tensor may share the model's
-        memory: use it before the next, and never write into it."""
+        memory: use it before the next, read-only."""
         seen = set()
         with torch.no_grad():
             for name, tensor in self.bridge.export_weights(self.for_bridge()):
@@ -110,8 +110,8 @@ class Policy:
 
 
 def build(model_dir: Path, *, dtype: str, train: TrainConfig, scalar: bool = False) -> Policy:
-    """Return the model of a Hugging Face folder with its weights, spread by Megatron's parallel state. Collective.
-    `scalar` makes one output per token, 0 at first. Raises ConfigError for a model that cannot be represented."""
+    """Return a Hugging Face folder's model with its weights, spread by Megatron's parallel state. Collective. `scalar`:
+    one output per token, 0 at first. Raises ConfigError for an unsupported model."""
     settle_arithmetic(dtype, deterministic=train.deterministic)
     local_spec = not has_transformer_engine()
     bridge = _make_bridge(model_dir, dtype, local_spec, train, scalar=scalar)
@@ -134,8 +134,8 @@ def build(model_dir: Path, *, dtype: str, train: TrainConfig, scalar: bool = Fal
 
 
 def settle_arithmetic(dtype: str, *, deterministic: bool) -> None:
-    """Choose how this process multiplies and sums: in float32 without TF32. Call this before the first kernel. What the
-    user has set stays."""
+    """Choose how this process multiplies and sums (in float32 without TF32), before the first kernel. What the user has
+    set stays."""
     if dtype == "float32":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         # With TF32, which TransformerEngine asks for in spite of these, engine and trainer could not agree to 1e-4.
@@ -233,7 +233,7 @@ def _halves_turned(name: str, weight: Tensor) -> Tensor:
 
 
 class _SpecNames:
-    """Shows a chunk under TransformerEngine's names, the only ones that mbridge knows, without a critic's head."""
+    """Shows a chunk, without critic's head, under TransformerEngine's names, which mbridge knows."""
 
     def __init__(self, chunk: Any, *, local_spec: bool, has_head: bool) -> None:
         module = unwrap_model(chunk)
@@ -255,7 +255,7 @@ class _SpecNames:
 
 
 def _fused_name(name: str, expert_layers: set[int]) -> str:
-    """Return the name in TransformerEngine's spec, where norms are fused into what follows."""
+    """Return TransformerEngine's name: norms are fused into what follows."""
     match = re.match(r"(decoder\.layers\.(\d+)|mtp\.layers\.\d+\.transformer_layer)\.(.*)", name)
     if match is None:
         return name

@@ -201,7 +201,7 @@ def export_hf(
     device: torch.device,
 ) -> None:
     """Write `weights`, which every rank iterates, on rank 0, and all else from `source`. Collective; raises
-    CheckpointError on all ranks."""
+    CheckpointError."""
     writer, error = None, None
     if dist.get_rank() == 0:
         writer, error = _tried(lambda: FolderWriter(target))

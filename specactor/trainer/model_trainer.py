@@ -1,7 +1,7 @@
 """A Megatron model with its optimizer, run over packed micro-batches: the base of policy and critic.
 
-Invariants: every rank calls the same methods with the same sequences; results do not depend on how these are spread
-over ranks and micro-batches (up to float32 rounding).
+Invariants: every rank calls the same methods with the same sequences; results do not depend on how these are spread (up
+to float32 rounding).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The policy's MTP layer learns in the policy's updates, after each forward pass, and has no influence on them.
+"""The policy's MTP layer learns in the policy's updates, after each forward pass.
 
 Invariants: the policy's weights, gradient norm and loss are bit for bit those without; the layer's gradients are no
 part of the norm, and are clipped as the policy's are.

@@ -71,7 +71,7 @@ def reduce_over_ranks(parts: list[Sums], extra: float, device: torch.device) -> 
 
 
 def sum_over_context(values_S: Tensor) -> Tensor:
-    """Return the sum over the ranks that hold parts of the same sequences."""
+    """Return the sum over ranks with parts of the same sequences."""
     if parallel_state.get_context_parallel_world_size() > 1:
         dist.all_reduce(values_S, group=parallel_state.get_context_parallel_group())
     return values_S
@@ -88,8 +88,8 @@ def response_logprobs(batch: MicroBatch, logits_1TV: Tensor, temperature: float)
 def compare_with_noise(
     batch: MicroBatch, seeds_R: Tensor, logits_1TV: Tensor, temperature: float, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Return by how many nats another token scores more than each seeded one: beyond rounding, the engine did not emit
-    what it sampled."""
+    """Return by how many nats another token scores more than each seeded one: beyond rounding, not what the engine
+    sampled."""
     seeded_S = (seeds_R >= 0).nonzero()[:, 0]
     apart = [torch.zeros(0, dtype=torch.float64)]
     for part_C in torch.split(seeded_S, ROWS_AT_ONCE):

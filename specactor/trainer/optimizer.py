@@ -106,7 +106,7 @@ def _state_settings(state: str, *, fused: bool) -> dict[str, Any]:
 
 
 class RoundedAdamW(torch.optim.AdamW):
-    """AdamW that computes in float32 and keeps moments in bfloat16, as TransformerEngine's does."""
+    """AdamW in float32 with moments in bfloat16, as TransformerEngine's."""
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -165,7 +165,7 @@ def reset(optimizer: Any) -> None:
 
 
 def fill_state(optimizer: Any) -> None:
-    """Give an optimizer that has made no step its state, to be saved or loaded into."""
+    """Give an optimizer without a step its state, to save or load."""
     for part in parts(optimizer):
         inner = part.optimizer
         on_host = isinstance(inner, HybridDeviceOptimizer)
@@ -217,7 +217,7 @@ def digest_of(optimizer: Any) -> int:
 
 
 def offload(chunks: list[Any], optimizer: Any, dtype: str, copies: HostCopies) -> None:
-    """Free a GPU's memory of gradients and, in bfloat16, of the optimizer."""
+    """Free a GPU's memory of gradients and, in bfloat16, optimizer."""
     if torch.cuda.is_available():
         for chunk in chunks:
             chunk.offload_grad_buffers()

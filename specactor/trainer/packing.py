@@ -22,7 +22,7 @@ from specactor.types import TrainSequence
 
 
 def padded_len(length: int, multiple: int) -> int:
-    """Return `length`, rounded up: context and sequence parallelism need a multiple of each sequence."""
+    """Return `length`, rounded up for context and sequence parallelism."""
     return -(-length // multiple) * multiple
 
 
@@ -64,7 +64,7 @@ def _fewest_bins(lengths: Sequence[int], capacity: int) -> int:
 
 
 def _pack(lengths: Sequence[int], num_bins: int, capacity: int) -> list[list[int]] | None:
-    """Return the sequences of each bin by the LPT rule; None when one does not fit into the emptiest bin."""
+    """Return each bin's sequences by the LPT rule; None when one does not fit."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0, b) for b in range(num_bins)]  # (tokens, bin): ties go to the first bin
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -94,8 +94,7 @@ def _deal(bins: list[list[int]], lengths: Sequence[int], ranks: int) -> list[lis
 
 
 def checked(sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
-    """Return the argument. Raises DataError for a sequence without prompt, or with log-probabilities or a mask of
-    another length."""
+    """Return the argument. Raises DataError for a sequence without prompt, or parts of other lengths."""
     for i, s in enumerate(sequences):
         if not 1 <= s.prompt_len <= len(s.token_ids):
             raise DataError(
@@ -116,7 +115,7 @@ def checked(sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
 
 
 def split(sequences: Sequence[TrainSequence], updates: int) -> list[Sequence[TrainSequence]]:
-    """Split whole groups, in order of appearance, into `updates` nearly equal shares, or fewer of fewer groups."""
+    """Split whole groups, in order of appearance, into at most `updates` nearly equal shares."""
     if updates == 1:
         return [sequences]
     groups = list(dict.fromkeys(s.group_id for s in sequences))

@@ -114,9 +114,9 @@ class PolicyTrainer(ModelTrainer):
     def train_step(
         self, sequences: Sequence[TrainSequence], *, learning_rate: float, recorder: TopKRecorder | None = None
     ) -> TrainStats:
-        """Learn from one RL step, in ``train.updates_per_step`` updates. All ranks pass all sequences, of which one has
-        the tokens. Collective. Raises DataError for a sequence without prompt or an update without response tokens,
-        TrainingDiverged when loss or gradient is not finite."""
+        """Learn from one RL step, in ``train.updates_per_step`` updates. Collective: all ranks pass all sequences, one
+        the tokens. Raises DataError for a sequence without prompt or an update without response tokens,
+        TrainingDiverged."""
         objective: Objective = self._objective if recorder is None else recorder.around(self._objective)
         replay = self._replay if self.config.train.routing_replay == "r2" else None
         if self._replay is not None and replay is None:
@@ -178,7 +178,7 @@ class PolicyTrainer(ModelTrainer):
         return self.policy.named_weights()
 
     def export_hf(self, target: Path) -> None:
-        """Write a Hugging Face folder, whole or not at all. Collective; raises CheckpointError."""
+        """Write a Hugging Face folder; see `model_files.export_hf`."""
         source, dtype = self.policy.source_dir, self.config.model.dtype
         export_hf(self.named_weights(), target, source=source, dtype=dtype, device=self.device)
 
@@ -187,7 +187,7 @@ class PolicyTrainer(ModelTrainer):
         self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
 
     def top_k_recorder(self, top_k: int, *, layers: Sequence[int] = (), max_tokens: int = 0) -> TopKRecorder:
-        """Return a recorder, for `train_step`, of the top-k and of these layers' outputs (-1: the embedding) at up to
+        """Return a recorder of the top-k and of these layers' outputs (-1: the embedding) at up to
         `max_tokens` tokens."""
         states = None
         if layers:

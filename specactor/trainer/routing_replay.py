@@ -1,5 +1,5 @@
-"""Routing replay: the trainer takes the experts of the engine (R3, arXiv 2510.11370) or of the pass that gave the old
-log-probabilities (R2, arXiv 2507.18071), where a rounding error might choose others.
+"""Routing replay: the trainer takes the engine's experts (R3, arXiv 2510.11370) or those of the old log-probabilities'
+pass (R2, arXiv 2507.18071), where rounding might choose others.
 
 Shapes: T tokens of a micro-batch on this rank, K experts per token, X = layers times K, E experts.
 """
@@ -20,7 +20,7 @@ from specactor.types import TrainSequence
 
 
 class RoutingReplay:
-    """Gives experts to routers. A layer that is computed again in the backward pass gets those of its forward pass."""
+    """Gives experts to routers, also to layers that the backward pass computes again."""
 
     def __init__(self, policy: Policy) -> None:
         config = policy.config

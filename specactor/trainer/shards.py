@@ -1,11 +1,8 @@
-"""What this rank hands over in a weight sync, under Hugging Face names.
+"""What this rank hands over in a weight sync, under Hugging Face names: in rounds each parameter once, its
+tensor-parallel shards gathered; in shared memory each shard by one rank per host.
 
-In rounds each parameter is handed over once, and only tensor-parallel shards are gathered. In shared memory nothing is
-gathered: on every host one rank hands over each shard.
-
-Invariant: parameters that engines read on a GPU never move during a run. CUDA leaves undefined what comes of memory
-that is freed while others have it open. Should they move, the next push notices and goes by buckets, with the first of
-which engines close it.
+Invariant: parameters that engines read on a GPU never move: CUDA leaves undefined what becomes of freed memory that
+others have open. Should they move, a push goes by buckets.
 """
 
 from __future__ import annotations
@@ -125,7 +122,7 @@ class RankShards:
         return Holding(addresses=addresses, tensors=tuple(tensors), places=places, refusals=self._copied.refusals)
 
     def _name_of_part(self, name: str, tensor: Tensor) -> str:
-        """The name that this rank's part of a parameter has on all ranks that hold it."""
+        """This part's name on all ranks that hold it."""
         return f"{name}:{self._own_place(name)[1]}" if self._is_cut(name, tensor) else name
 
     def _near(self, group: dist.ProcessGroup) -> list[int]:

@@ -1,5 +1,6 @@
-"""The model that reinforcement learning starts from. What is made is cached under the hash of all that went into it,
-and appears whole or not at all."""
+"""The model that reinforcement learning starts from, cached under the hash of all that went into it. It appears whole
+or not at all.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ DRAFT_LIMIT_S = 60.0
 
 
 def initial_model(config: Config, collective: Collective) -> Path:
-    """Return the model's folder; rank 0 makes a tiny one that is not cached."""
+    """Return the model's folder; rank 0 makes an uncached tiny one."""
     if config.model.tiny is None:
         return Path(config.model.path)
     tiny = config.model.tiny
@@ -113,7 +114,7 @@ def with_draft_model(
     collective: Collective,
     progress: Progress,
 ) -> Config:
-    """Return the config with a draft model of the warm-up where it asks for one: a layer of the policy, or a head.
+    """Return the config with a draft model of the warm-up, where it asks for one: a policy layer, or a head.
     Collective."""
     rollout = config.rollout
     wanted = rollout.speculation.first_draft_model
@@ -202,7 +203,7 @@ def solved_batch(
     stage: int,
     step: int,
 ) -> list[TrainSequence]:
-    """Return `BATCH_SIZE` worked solutions, which depend on seed, stage and step alone."""
+    """Return `BATCH_SIZE` worked solutions of seed, stage and step."""
     rng = random.Random(f"{config.seed}/{stage}/{step}")
     batch = []
     for _ in range(BATCH_SIZE):

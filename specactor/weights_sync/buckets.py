@@ -1,8 +1,8 @@
-"""Which trainer rank hands over which parameter in which round, and where it lies in a bucket. PURE: byte counts in.
+"""Which trainer rank hands over which parameter in which round, and where it lies in a bucket. PURE.
 
-Invariants: every parameter is in one round and has one carrier, which gathers its shards; carriers take turns; ranks
-that gather together walk the same parameters in the same order; what one rank carries in a round fits its bucket,
-unless one parameter does not. Slots do not overlap, keep the tensors' order, and start at multiples of `ALIGNMENT`.
+Invariants: every parameter has one round and one carrier; carriers take turns; ranks that gather together walk
+parameters alike; a rank's part of a round fits its bucket, unless one parameter does not; slots do not overlap, keep
+the order, and start at multiples of `ALIGNMENT`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Memory of a GPU that another process on the same GPU reads.
-
-CUDA's handle is of an allocation, of which PyTorch's tensors are parts. A process opens it once for a plan, and closes
-it with that. GPUs are named by UUID.
+"""Memory of a GPU that another process on the same GPU reads. CUDA's handle is of an allocation, of which PyTorch's
+tensors are parts; a process opens it once per plan.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from specactor.parallel.devices import gpu_uuid
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor's first byte in a memory, and in an allocation."""
+    """A tensor's first byte in its memory and allocation."""
 
     at: int
     num_bytes: int
@@ -44,7 +42,7 @@ class _Handle(ctypes.Structure):
 
 
 class Cuda:
-    """CUDA, as far as it is needed here. Its methods raise WeightSyncError."""
+    """CUDA as needed here. Its methods raise WeightSyncError."""
 
     def __init__(self, runtime: ctypes.CDLL, driver: ctypes.CDLL) -> None:
         """Args: libcudart, as PyTorch has loaded it, and libcuda."""
@@ -105,7 +103,7 @@ class Cuda:
             self._do("cudaSetDevice", SEEN, before.value)
 
     def _do(self, name: str, way_out: str, *arguments: Any, otherwise: str = "") -> None:
-        """Args: otherwise: the way out of all errors but of arguments that CUDA takes for invalid."""
+        """`otherwise`: the way out of errors other than arguments that CUDA takes for invalid."""
         if code := getattr(self._runtime, name)(*arguments):
             self._runtime.cudaGetLastError()  # or PyTorch would find this error after its next kernel
             way_out = way_out if code == INVALID_VALUE else otherwise or way_out
@@ -142,7 +140,7 @@ def cuda() -> Cuda:
 
 
 def uuid_of(device: int) -> str:
-    """Return the UUID of a GPU by its number here. Raises WeightSyncError."""
+    """Return the UUID of a GPU. Raises WeightSyncError."""
     try:
         return gpu_uuid(device)
     except (RuntimeError, AssertionError) as error:  # the latter of a number that PyTorch does not know
@@ -154,7 +152,7 @@ Places = tuple[tuple[Part, ...], tuple[tuple[int, int], ...]]
 
 
 def places(tensors: Sequence[Tensor], starts: Sequence[int]) -> Places:
-    """Return where tensors lie that begin at `starts` in their memory. Raises OSError or WeightSyncError."""
+    """Return where tensors lie that begin at `starts`. Raises OSError or WeightSyncError."""
     library, numbers, parts = cuda(), dict[int, int](), []
     for tensor, at in zip(tensors, starts, strict=False):
         if not tensor.is_contiguous():
@@ -172,7 +170,7 @@ def exported(device: int, where: Places) -> GpuMemory:
 
 
 class OpenedMemory:
-    """A memory of another process, found by byte in the allocations that are open here."""
+    """A memory of another process, in allocations that are open here."""
 
     def __init__(self, parts: Sequence[Part], allocations: Sequence[Tensor]) -> None:
         self._parts, self._allocations = parts, allocations
@@ -192,8 +190,8 @@ class Allocations:
         self._closed = weakref.finalize(self, _close, self._opened)
 
     def open(self, memories: Mapping[int, GpuMemory], device: int) -> dict[int, OpenedMemory]:
-        """Close what is open, and open what memories need. Raises OSError or WeightSyncError; then nothing is open that
-        can be closed."""
+        """Close what is open, and open what memories need. Raises OSError or WeightSyncError, with all closed
+        that can be."""
         try:
             self.close()
             return {number: self._memory(memory, device) for number, memory in memories.items()}

@@ -32,11 +32,8 @@ def digest_on(device: torch.device, data: torch.Tensor) -> int:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """Return the 64-bit digest of a tensor's bytes in row-major order.
-
-    XXH3 on the host; on a GPU sum of word_i * (2 i + 1) modulo 2**64, for which a flipped bit, 2**k * odd, is never
-    zero. The two are not compared.
-    """
+    """Return the 64-bit digest of a tensor's bytes in row-major order: XXH3 on the host; on a GPU sum of word_i * (2 i
+    + 1) modulo 2**64, where a flipped bit, 2**k * odd, shows. The two are not compared."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return digest_of(flat.numpy().data if flat.device.type == "cpu" else flat)
 
@@ -56,7 +53,7 @@ def copy_with_digest(target: torch.Tensor, source: torch.Tensor) -> int:
 
 
 def digest_of(raw: memoryview | torch.Tensor) -> int:
-    """Return the digest of bytes: a memoryview on the host, or a GPU's contiguous uint8 tensor."""
+    """Return the digest of a host's memoryview, or a GPU's contiguous uint8 tensor."""
     return int(xxhash.xxh3_64_intdigest(raw)) if isinstance(raw, memoryview) else read_totals([device_total(raw)])[0]
 
 
@@ -87,8 +84,7 @@ def digest_spans(memories: Mapping[int, Memory], spans: Iterable[Span]) -> int:
 
 
 def copy_and_digest(parameters: Iterable[Memory], blocks: Iterable[Block], copy_from: Sequence[Memory] | None) -> int:
-    """Return the `digest` of the blocks' bytes where they go to, each in its parameter; with `copy_from`, they are
-    copied from there first."""
+    """Return the `digest` of the blocks' bytes in their parameters; with `copy_from`, they are copied first."""
     state = xxhash.xxh3_64()
     for parameter, block in zip(parameters, blocks, strict=True):
         target = _grid(parameter, block.to, block.step, block.span)
@@ -115,8 +111,8 @@ def digests(rank: EngineRank, payload: bytes) -> bytes:
 
 
 def digests_of_folder(rank: EngineRank, payload: bytes) -> bytes:
-    """Return digests after SGLang's own load of a Hugging Face folder (`payload`), which the rank then holds; NaN is
-    what it leaves out."""
+    """Return digests after SGLang's load of a Hugging Face folder (`payload`), which stays loaded; NaN is what
+    it omits."""
     rank.begin_weight_update()
     with torch.no_grad():
         for parameter in rank.model.parameters():
@@ -127,8 +123,7 @@ def digests_of_folder(rank: EngineRank, payload: bytes) -> bytes:
 
 
 def seconds_to_load(rank: EngineRank, payload: bytes) -> bytes:
-    """Return (from tensors in memory, from files) seconds of SGLang's own load of a folder, which the rank then holds,
-    as JSON."""
+    """Return SGLang's seconds to load a folder (from tensors in memory, from files), as JSON; it stays loaded."""
     folder = Path(payload.decode())
     tensors = [(name, tensor.clone()) for name, tensor in _tensors(folder)]
     seconds = []

@@ -1,9 +1,7 @@
-"""A push of the draft model, which every rank has whole, to the engines and drafter processes of its host.
+"""A push of the draft model, which every rank has whole, to its host's engines and drafter processes.
 
-Invariants: an engine loads nothing before all its ranks have compared all digests; the model then has all of the new
-weights, read back bit for bit, or all of the old; no other model is touched. An engine that refuses goes on, and is
-asked again. If one of several ranks fails while it loads, the engine drafts with two versions until then, which costs
-speed.
+Invariants: an engine loads nothing before its ranks have compared all digests; the model then has all new weights, read
+back bit for bit, or all old; no other model is touched. An engine that refuses goes on, and is asked again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Memory that the trainer writes and engine ranks on the same host read: an anonymous memory file, opened through /proc
-and gone with the last process that holds it.
+and gone with its last holder.
 
-Who has a GPU locks the pages for it, so no number of a device travels; nothing is unpickled. What lies on GPUs is
-copied there for engine ranks on other GPUs and hosts (`SharedCopy`); each side digests what lies on its own.
+Who has a GPU locks the pages for it; nothing is unpickled. What lies on GPUs is copied there for other GPUs and hosts
+(`SharedCopy`); each side digests its own.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class SharedBuffer:
             self.lock([(0, num_bytes)])
 
     def lock(self, parts: Iterable[tuple[int, int]]) -> None:
-        """Lock the pages of these parts, (first byte, end), and no others. Raises WeightSyncError; then none is
-        locked."""
+        """Lock the pages of these parts, (first byte, end), alone. Raises WeightSyncError; then none is."""
         wanted = _pieces(parts, self._num_bytes)
         if wanted != self._pieces:
             self._unlock()
@@ -72,7 +71,7 @@ class SharedBuffer:
         return Address(pid=os.getpid(), fd=self._fd, inode=os.fstat(self._fd).st_ino, num_bytes=self._num_bytes)
 
     def close(self) -> None:
-        """Give the memory back; readers that still map it keep their view."""
+        """Give the memory back; readers' mappings keep their view."""
         self._unlock()
         self.data = torch.empty(0, dtype=torch.uint8)
         self._closed()
@@ -80,8 +79,8 @@ class SharedBuffer:
 
 
 def open_address(address: Address, *, locked: bool = True) -> torch.Tensor:
-    """Return the sender's bytes, uint8 [num_bytes], without a copy; `unregister` them in the end if `locked`. Raises
-    OSError when the sender is gone."""
+    """Return the sender's bytes, uint8 [num_bytes], without a copy, to `unregister` if `locked`. Raises OSError when
+    the sender is gone."""
     populate = mmap.MAP_POPULATE if locked else 0
     data = torch.frombuffer(_mapped(address, mmap.PROT_READ | mmap.PROT_WRITE, populate), dtype=torch.uint8)
     if locked:
@@ -90,7 +89,7 @@ def open_address(address: Address, *, locked: bool = True) -> torch.Tensor:
 
 
 def read_only(address: Address) -> npt.NDArray[np.uint8]:
-    """Return the bytes for the processor, which cannot write them; pages that nobody wrote stay unmade."""
+    """Return the bytes read-only for the processor; pages that nobody wrote stay unmade."""
     return np.frombuffer(_mapped(address, mmap.PROT_READ, 0), dtype=np.uint8)
 
 
@@ -105,7 +104,7 @@ def _mapped(address: Address, protection: int, populate: int) -> mmap.mmap:
 
 
 def register(data: torch.Tensor) -> None:
-    """Lock the pages for this process's GPU, which copies from others at half the speed or less."""
+    """Lock the pages for this process's GPU, which copies others at half the speed."""
     if torch.cuda.is_available():
         failed = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)  # type: ignore[no-untyped-call]
         if int(failed):
@@ -130,10 +129,8 @@ def _pieces(parts: Iterable[tuple[int, int]], num_bytes: int) -> list[tuple[int,
 
 
 def lock(data: torch.Tensor, parts: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
-    """Lock the pages of these parts of uint8 [N], (first byte, end), for this process's GPU.
-
-    Returns what to `unregister` in the end. Raises WeightSyncError; then none is locked.
-    """
+    """Lock the pages of these parts of uint8 [N], (first byte, end); return what to `unregister`. Raises
+    WeightSyncError; then none is locked."""
     locked: list[torch.Tensor] = []
     try:
         for start, end in _pieces(parts, data.numel()):
@@ -152,7 +149,7 @@ def unregister(data: torch.Tensor) -> None:
 
 
 def room_bytes(local_ranks: int) -> int:
-    """Return the host memory that one of so many ranks may take for its copy: together half of what is free."""
+    """Return the host memory for one of so many ranks' copies: together half of what is free."""
     return int(psutil.virtual_memory().available) // (2 * local_ranks)
 
 
@@ -221,8 +218,8 @@ class SharedCopy:
 def pull_on_device(
     parameters: Mapping[str, Tensor], chunks: Iterable[Chunk], copy_from: Sequence[Tensor | OpenedMemory] | None
 ) -> tuple[int, ...]:
-    """Return each chunk's digest where its bytes go to, in `parameters`; with `copy_from`, they are copied from that
-    host memory first. It waits for the device once."""
+    """Return each chunk's digest in `parameters`; with `copy_from`, that host memory is copied there first. It waits
+    for the device once."""
     totals = []
     for chunk in chunks:
         targets = []

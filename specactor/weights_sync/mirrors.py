@@ -1,7 +1,7 @@
 """Memory of other hosts' ranks, at the same places here: plans and digests speak of the owner's alone.
 
-Invariants: every rank derives the same crossings; between two ranks bytes go in their order; a mirror ends with the
-last byte that crosses, and where none does there is none.
+Invariants: every rank derives the same crossings; between two ranks bytes go in order; a mirror ends with the last byte
+that crosses.
 """
 
 from __future__ import annotations
@@ -38,12 +38,8 @@ def where(hosts: Sequence[int], host: int) -> list[int]:
 
 
 def crossings(reads: Sequence[Iterable[Sequence[Span]]], owners: Sequence[int], hosts: Sequence[int]) -> list[Crossing]:
-    """Return what must cross for what engines read, each byte once per host.
-
-    Args:
-        reads: of each rank's engines; the spans of a sequence are of one memory.
-        owners: of each memory.
-    """
+    """Return what must cross, each byte once per host, for what engines read: `reads` are by rank, the spans of a
+    sequence of one memory."""
     needs: dict[tuple[int, int], list[Span]] = defaultdict(list)  # by host and memory
     for host, of_rank in zip(hosts, reads, strict=True):
         for spans in of_rank:
@@ -63,8 +59,8 @@ class Mirrors:
         self.addresses: dict[int, Address] = {}  # of all mirrors on this host
 
     def make(self, crossings: Sequence[Crossing], *, most_bytes: float = math.inf) -> list[str]:
-        """Have room for all crossings, at most `most_bytes` on this rank: what is not there is missed only when
-        written. Return why a rank has none, by rank. Collective."""
+        """Have room for all crossings, at most `most_bytes` on this rank; return why a rank has none, by rank.
+        Collective."""
         self.addresses, problem, lacking = {}, "", self.lacking(crossings)
         taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for crossing in crossings:
@@ -103,8 +99,7 @@ class Mirrors:
         return self._buffers[memory].data
 
     def fill(self, crossings: Sequence[Crossing], own: Callable[[int], torch.Tensor]) -> None:
-        """Have all crossings happen, so that engines can read what any rank of their host took. `own` returns the bytes
-        of a memory of this rank. Collective."""
+        """Have all crossings happen, for engines to read. `own` returns the bytes of this rank's memory. Collective."""
         rank = self._collective.rank
         self._collective.pass_bytes(
             [(own(c.memory)[c.start : c.end], c.taker) for c in crossings if c.owner == rank],

@@ -1,10 +1,8 @@
-"""Which bytes of the trainer's memory go where in an engine rank's parameters. PURE: offsets in, offsets out.
+"""Which bytes of the trainer's memory go where in an engine rank's parameters. PURE.
 
-`chunks` joins what the trainer notes of each Hugging Face tensor (`Held`) with what the engine's loader did (`Copy`).
-
-Invariants: a host takes every byte of every tensor from one rank, an engine rank from the one on its GPU if that has
-it; every byte of every parameter is written once, or only filled, or the plan is refused. A chunk is of one memory and
-one tensor; engines of equal layouts have equal chunks, wherever they take them from.
+Invariants: a host takes every byte of a tensor from one rank, an engine rank from its own GPU if it can; every byte of
+a parameter is written once, or only filled, or the plan is refused; a chunk is of one memory and one tensor; equal
+layouts have equal chunks.
 """
 
 from __future__ import annotations
@@ -110,7 +108,7 @@ class Digit(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Runs of a tensor's elements whose numbers grow by `step`; int64 [N] each."""
+    """Runs of elements whose numbers grow by `step`; int64 [N] each."""
 
     start: Ints  # first element
     number: Ints  # of that element
@@ -119,8 +117,8 @@ class Index(NamedTuple):
 
 
 def digits(rows: int, columns: int) -> Iterator[Digit]:
-    """Yield what adds up to the numbers of a grid's elements, row by row. Converting digits takes a CPU two bytes per
-    element, or none while they are the same in all of a row or column; whole numbers would take eight."""
+    """Yield what adds up to the numbers of a grid's elements, row by row. Converting digits takes two bytes per
+    element, or none where all are equal; whole numbers would take eight."""
     for count, unit, step in ((rows, columns, 0), (columns, 1, 1)):
         weight = 1
         while weight == 1 or weight < count:
@@ -130,7 +128,7 @@ def digits(rows: int, columns: int) -> Iterator[Digit]:
 
 
 def index(slices: Iterable[npt.NDArray[np.integer[Any]]], weight: int = 1, step: int = 1) -> Index:
-    """Return the runs of a tensor's elements, of which slices have each one's digit, or the whole number."""
+    """Return the runs of a tensor's elements; slices have each one's digit, or number."""
     starts, numbers, size = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
     for values in slices:
         begins = np.flatnonzero(np.concatenate([[True], np.diff(values) != step])[: len(values)])
@@ -151,12 +149,8 @@ def summed(parts: Sequence[Index]) -> Index:
 
 
 def held(index: Index, own: range, *, memory: int, at: int, item_bytes: int) -> tuple[Block, ...]:
-    """Return the blocks of a tensor that lie in one shard.
-
-    Args:
-        index: the elements' numbers among those of all shards one after the other.
-        own: numbers of the elements of the shard, which lies at byte `at` of `memory`.
-    """
+    """Return the blocks of a tensor that lie in one shard, whose elements are `own`, at byte `at` of `memory`; `index`
+    numbers those of all shards one after the other."""
     first = np.maximum(index.number, own.start)
     end = np.minimum(index.number + np.diff(index.start, append=index.size), own.stop)
     mine = np.flatnonzero(first < end)
@@ -166,13 +160,9 @@ def held(index: Index, own: range, *, memory: int, at: int, item_bytes: int) -> 
 
 
 def merged(parts: Sequence[tuple[int, Sequence[Held]]], hosts: Sequence[int], here: int) -> tuple[Held, ...]:
-    """Return all tensors for one host: of equal parts its own, else one of a rank that has given the fewest bytes.
-    Raises WeightSyncError, on every host alike, where one is not whole.
-
-    Args:
-        parts: per rank, how many memories it has, which are numbered on over the ranks, and what it holds.
-        hosts: of each rank, from 0 on.
-    """
+    """Return all tensors for host `here`: of equal parts its own, else a rank's that has given the fewest bytes.
+    `parts` are per rank its number of memories and what it holds. Raises WeightSyncError, on every host alike, where
+    one is not whole."""
     first = [0, *accumulate(num_memories for num_memories, _ in parts)]
     copies: dict[tuple[Any, ...], dict[int, Held]] = defaultdict(dict)  # equal parts by rank
     for rank, (_, tensors) in enumerate(parts):
@@ -192,11 +182,8 @@ def merged(parts: Sequence[tuple[int, Sequence[Held]]], hosts: Sequence[int], he
 
 
 def nearer(tensors: Sequence[Held], places: Mapping[int, Mapping[str, int]], memory: int) -> tuple[Held, ...]:
-    """Return the tensors of which `memory` has parts equal to those of others, with these in their place.
-
-    Args:
-        places: by memory, the first byte of each part, by a name that equal ones share.
-    """
+    """Return the tensors, with `memory`'s parts in place of equal ones; `places`: each part's first byte, by memory and
+    a name that equal ones share."""
     parts = {number: sorted((at, name) for name, at in of.items()) for number, of in places.items()}
     starts = {number: [at for at, _ in of] for number, of in parts.items()}
 
@@ -226,13 +213,13 @@ def _giver(equal: Mapping[int, Held], hosts: Sequence[int], host: int, given: di
 
 
 def covered(spans: Iterable[Span]) -> list[tuple[int, int]]:
-    """Return (first byte, end) of what spans of one memory cover, as few as there can be."""
+    """Return (first byte, end) of what spans of one memory cover, in the fewest pieces."""
     runs = _expanded([Block(span, 0, 0) for span in spans])
     return list(zip(*(ends.tolist() for ends in _united(runs.at, runs.at + runs.length)), strict=True))
 
 
 def num_written(own: Copy, written: Iterable[Copy]) -> int:
-    """Return how many bytes of one grid others write; those that several write count once."""
+    """Return how many bytes of one grid others write, each counted once."""
     grids = [_runs_of(copy) for copy in written] or [_NOTHING]
     to = np.concatenate([runs.to for runs in grids])
     start, end = _united(to, to + np.concatenate([runs.length for runs in grids]))
@@ -260,12 +247,8 @@ def _moved(span: Span, by: int) -> Span:
 def chunks(
     copies: Mapping[str, Iterable[Copy]], sizes: Mapping[str, int], tensors: Sequence[Held]
 ) -> tuple[Chunk, ...]:
-    """Return the plan of one engine rank. Raises WeightSyncError where its parameters would not be written once.
-
-    Args:
-        copies: by parameter, all that its loader did.
-        tensors: whole.
-    """
+    """Return the plan of one engine rank from all copies of its loader and whole `tensors`. Raises WeightSyncError
+    where parameters would not be written once."""
     every = 1 + max((block.span.memory for tensor in tensors for block in tensor.blocks), default=0)
     numbered = {tensor.name: (number, tensor.blocks) for number, tensor in enumerate(tensors)}
     pieces: list[tuple[str, Block]] = []
@@ -343,7 +326,7 @@ def _expanded(blocks: Sequence[Block]) -> _Runs:
 
 
 def _blocks(runs: _Runs) -> tuple[Block, ...]:
-    """Return as few as evenly spaced runs allow, sorted by memory and target."""
+    """Return the fewest evenly spaced runs, sorted by memory and target."""
     if not len(runs.to):
         return ()
     runs = runs.pick(np.lexsort((runs.to, runs.memory)))

@@ -1,7 +1,7 @@
 """How the engines of all hosts pull: which memory each reads, what crosses, who digests what.
 
-Invariants: what crosses does so once per host, and only what no rank of it holds and an engine of it reads; a digest is
-that of the owner; owners whose bytes go to one place in several engines have equal digests.
+Invariants: what crosses does so once per host, and only what no rank of it holds and an engine reads; digests are their
+owner's, and equal where bytes go to one place.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class JobPlan:
         return tuple(digest_spans(memories, spans) for spans in own)
 
     def wanted(self, digests: Sequence[Sequence[int]]) -> dict[Spans, int]:
-        """Return the digests that engines are to have; of every rank, `digests` are what its method returned."""
+        """Return the digests that engines are to have, from every rank's `digests()`."""
         return {
             spans: digest
             for each, found in zip(self._order, digests, strict=True)

@@ -205,8 +205,8 @@ class Push:
         return True
 
     def commit(self) -> None:
-        """Finish on all engines, or end all where a rank has met a problem. One that fails in the commit ends those of
-        its rank; the push then fails."""
+        """Finish on all engines, or end all after a problem. One that fails in the commit ends those of its rank, and
+        the push."""
         failed = self._collective.any(bool(self.problem))
         if not failed:
             self._submit(COMMIT, Commit(version=self.version))
@@ -220,7 +220,7 @@ class Push:
             engine.kill()
 
     def agree(self, stage: str) -> None:
-        """Raise WeightSyncError on all ranks if one has met a problem: of several the one that stays."""
+        """Raise WeightSyncError on all ranks if one has a problem: the one that stays."""
         told = self._collective.gather((self.problem, bool(self._apart)), tuple[str, bool])
         for rank, (problem, stays) in sorted(enumerate(told), key=lambda each: not each[1][1]):
             if problem:
@@ -306,7 +306,7 @@ class Push:
         return all(state.last for state in states)
 
     def _mirrored(self, call: str, packed: dict[int, Bucket], takers: Sequence[int], side: int) -> list[Bucket]:
-        """Have buckets cross unless they were kept; return them as engines of this host see them. Collective."""
+        """Have new buckets cross; return them as engines of this host see them. Collective."""
         here, rank, number = self._hosts[self._collective.rank], self._collective.rank, len(self._sent)
         ends = {owner: max(slot.offset + slot.num_bytes for slot in bucket.slots) for owner, bucket in packed.items()}
         crossings = [

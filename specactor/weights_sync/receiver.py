@@ -1,8 +1,8 @@
 """The engine's end of a weight sync: rank calls inside every engine rank.
 
-Invariants: nothing is loaded before its digest was compared with the source's, or else the sender compares afterwards;
-what was loaded is read back bit for bit; what the plan copied is answered with its digest; a version is committed only
-if every element of every parameter was written.
+Invariants: digests are compared with the source's before loading, or else by the sender afterwards; what was loaded is
+read back bit for bit; what was copied is answered with its digest; a version is committed only if every element of
+every parameter was written.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Receiver:
         self._views.clear()
 
     def check(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer a `Round`: whether its bytes have the digests that they had at their source."""
+        """Answer a `Round`: whether its bytes have their source's digests."""
         self._forget_plan()  # where parameters moved, their old memory is free only when nobody has it open
         try:
             for bucket in msgspec.msgpack.decode(payload, type=Round).buckets:
@@ -245,7 +245,7 @@ class Receiver:
     def _opened_on_gpu(
         self, everything: Holding, device: torch.device
     ) -> tuple[dict[int, OpenedMemory], Sequence[Held], str]:
-        """Return the memories on this rank's GPU, what is better taken there, and why nothing is."""
+        """Return this GPU's memories, what is better taken there, and why nothing is."""
         memories = {i: each.gpu for i, each in enumerate(everything.addresses) if each is not None and each.gpu}
         known = device.type == "cuda" and (memories or everything.refusals)
         try:
@@ -258,7 +258,7 @@ class Receiver:
             return {}, (), str(error)
 
     def pull(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer a `Pull`: the digests of the parameters, after all were copied by the plan."""
+        """Answer a `Pull`: the parameters' digests, after all were copied."""
         message = msgspec.msgpack.decode(payload, type=Pull)
         if self._plan is None or self._plan.key != message.key:
             return msgspec.msgpack.encode(PullReply(unplanned=True))
@@ -282,7 +282,7 @@ class Receiver:
         )
 
     def _forget_plan(self) -> None:
-        """Let go of what it reads; what of a GPU does not close is tried again with the next plan."""
+        """Let go of what it reads; what does not close is tried again with the next plan."""
         for part in self._plan.locked if self._plan is not None else ():
             unregister(part)
         self._plan = None
@@ -290,7 +290,7 @@ class Receiver:
             self._on_gpu.close()
 
     def commit(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer a `Commit`: whether the whole model is at this version. Drops the caches of the old one."""
+        """Answer a `Commit`: whether the whole model is at this version. Drops old caches."""
         commit = msgspec.msgpack.decode(payload, type=Commit)
         if self._open_version != commit.version:
             return msgspec.msgpack.encode(CheckReply(problem=f"version {commit.version} was never loaded"))
@@ -371,7 +371,7 @@ def _grid(region: torch.Tensor) -> plan.Copy:
 
 
 def _same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """The source is brought to the target's device, type and shape, a part at a time."""
+    """The source is brought to the target's device, type and shape in parts."""
     if not target.dim():
         target, source = target[None], source.view(1)
     source, item = source.expand_as(target), target.element_size()

@@ -1,13 +1,9 @@
-"""The trainer's end of a weight sync.
+"""The trainer's end of a weight sync. Engines copy the weights by a plan. Without one a push goes by buckets, each
+packed while engines take the one before, and makes the plan.
 
-Engines copy the weights by a plan, while the trainer digests the same bytes. A push without one goes by buckets, and
-learns it: in every round each rank packs what it hands over into one of two, which engines take while the next round is
-packed.
-
-Invariants: by buckets nothing is loaded anywhere before all tensors were checked on all engine ranks, so a corrupt
-stream leaves the old version; by the plan every digest of what parameters hold is compared before an engine goes on.
-All trainer ranks return, or all raise WeightSyncError; an engine that fails between the first write and the commit is
-killed, since it holds a mixture.
+Invariants: by buckets nothing is loaded before all tensors were checked on all engine ranks; by the plan all digests
+are compared before an engine goes on; all trainer ranks raise WeightSyncError or none; an engine that holds a mixture
+is killed.
 """
 
 from __future__ import annotations
@@ -86,8 +82,8 @@ class WeightSender:
         )
 
     def _pulled(self, push: Push, holding: Holding | None) -> bool:
-        """Return whether all engines took the weights by the plan, or one met a problem. Collective: from here on no
-        rank changes its weights."""
+        """Return whether all engines took the weights by the plan, or one met a problem. Collective: weights stay
+        unchanged from here on."""
         if self._collective.any(self._plan is None or self._planned is not holding):
             return False
         assert self._plan is not None

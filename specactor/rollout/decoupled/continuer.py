@@ -1,7 +1,4 @@
-"""What continues texts in a drafter process: the draft model, or a stand-in.
-
-Its answers never change a token, since the engine verifies them.
-"""
+"""What continues texts in a drafter process: the draft model, or a stand-in. Engines verify its answers."""
 
 from __future__ import annotations
 
@@ -43,9 +40,7 @@ class Renewable(Protocol):
 @runtime_checkable
 class Sleeper(Protocol):
     def sleep(self) -> None:
-        """Keep the weights in the host's memory, and nothing else. Requests were forgotten before; weights may be
-        renewed.
-        """
+        """Keep only weights, in host memory, where they may be renewed. Requests were forgotten before."""
 
     def wake(self) -> None:
         """Take the device again."""

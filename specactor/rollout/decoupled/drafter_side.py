@@ -1,7 +1,4 @@
-"""The drafter's end of decoupled drafting: it mirrors each engine's requests, and drafts ahead of them.
-
-PURE: frames and seconds in, frames out. Events: docs/decoupled.md.
-"""
+"""The drafter's end of decoupled drafting. PURE: frames and seconds in, frames out. Events: docs/decoupled.md."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ class Mirror:
         return AHEAD * self.window - self.num_ahead
 
     def lane(self, branch: int | None = None) -> Lane:
-        """Return the lane of the request, or of its branch at a position, valid until the mirror changes."""
+        """Return the lane of the request, or a branch's, valid until the mirror changes."""
         if branch is None:
             tokens = self.tokens
             agreed = self._shown_from + common(self._shown, self.tokens[self._shown_from :])
@@ -175,13 +172,9 @@ class _Session:
 class MirroredRequests:
     """The requests of all engines.
 
-    Invariants:
-    - a mirror holds what its engine committed, then at most `AHEAD` windows drafted from that alone;
-    - prompts, committed tokens and room for drafts (but not for branches) are at most `max_tokens`: the request heard
-      of longest ago leaves first, and comes back when there is room;
-    - a drafted token has at most one branch, of at most a window and one token;
-    - a request that holds less than a window does not wait for others;
-    - one that its engine lists no more, or whose engine is silent for `SILENT_S`, is forgotten.
+    Invariants: a mirror holds what its engine committed, then at most `AHEAD` windows drafted from that alone; prompts,
+    committed tokens and room for drafts, but not for branches, are at most `max_tokens`; a drafted token has at most
+    one branch; short requests do not wait for others.
     """
 
     def __init__(self, session: int, *, max_tokens: int, drops: Drops | None = None) -> None:
@@ -329,10 +322,8 @@ class MirroredRequests:
     # -------------------------------------------------------------------------------------------------- what drafts
 
     def wanted(self, max_lanes: int, *, slower: Callable[[int, int], bool] = lambda few, many: False) -> list[Lane]:
-        """Return lanes that want a token, valid until the next call, those with the fewest ahead first.
-
-        Those with less than a window go alone if all are much `slower`(few, many).
-        """
+        """Return lanes that want a token, valid until the next call, the shortest first. Those with less than a window
+        go alone if all are much `slower`(few, many)."""
         ready = [mirror for mirror in self._oldest.values() if mirror.wants_token]
         waiting = [mirror for mirror in ready if mirror.num_ahead < mirror.window]
         if waiting and slower(min(len(waiting), max_lanes), min(len(ready), max_lanes)):
@@ -374,8 +365,8 @@ class MirroredRequests:
     # -------------------------------------------------------------------------------------------------- what leaves
 
     def outgoing(self, session: int, *, version: int, now_s: float, more: bool = False) -> list[bytes]:
-        """Return frames for one engine, with the `version` of the drafter's weights. If `more` is drafted at once,
-        tails may wait for `TAILS_EVERY_S`, unless their request had none, or a prompt is read first."""
+        """Return frames for one engine, with the weights' `version`. If `more` is drafted at once, tails may wait for
+        `TAILS_EVERY_S`, unless their request had none, or a prompt is read first."""
         peer = self._sessions[session]
         records: list[protocol.ToEngine] = []
         if peer.pulse:

@@ -74,11 +74,8 @@ class Peer:
 class Tails:
     """An engine's open requests, and its drafters.
 
-    Invariants:
-    - no draft token stands on another prefix than the one that it was drafted for;
-    - a request is with one drafter or none, and only the tails of that drafter's last message count;
-    - a drafter that is silent for `SILENT_S` loses its requests to others, and is sent what it should hold when it
-      answers again.
+    Invariants: no draft token stands on another prefix than its own; a request is with one drafter or none, and only
+    that one's last message counts; a drafter silent for `SILENT_S` loses its requests.
     """
 
     def __init__(self, session: int, *, engine: str, num_drafters: int, window: int) -> None:
@@ -132,12 +129,12 @@ class Tails:
             self._leave(request)
 
     def num_owed(self, names: Sequence[str]) -> int:
-        """Count requests whose drafters were sent more than a window, and have not answered."""
+        """Count requests whose drafters owe an answer to more than a window."""
         requests = map(self._requests.get, names)
         return sum(r is not None and r.drafter is not None and r.owed_from is not None for r in requests)
 
     def close_all(self) -> None:
-        """End the engine; the next messages say so to all drafters."""
+        """End the engine; the next messages say so."""
         for name in list(self._requests):
             self.close(name)
         for drafter in self._drafters:

@@ -123,9 +123,8 @@ class Pace:
         return any(median(self._seconds[last]) > MUCH * median(of) for of in known)
 
     def free(self, lanes: int, max_lanes: int) -> int:
-        """Return how many lanes may be added at hardly any cost, by a line through known times, up to twice as many as
-        were tried.
-        """
+        """Return how many lanes may be added at hardly any cost, by a line through known times, up to twice
+        those tried."""
         known = sorted(size for size, of in self._seconds.items() if len(of) >= MIN_SAMPLES)
         if not known:
             return 0
@@ -238,7 +237,7 @@ class Loop:
         self._send(more=self.busy)
 
     def work(self, *, trace: bool) -> Work:
-        """Return the work since the last call; `trace`: record spans from now on."""
+        """Return the work since the last call; see `Engine.trace`."""
         drops = Counter(self._drops.take()) + Counter(self._hub.drops.take())
         work = Work(busy_s=self._busy_s, turns=list(self._turns), spans=self.recorder.take(), drops=drops)
         self._turns.clear()

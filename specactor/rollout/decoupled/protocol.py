@@ -52,7 +52,7 @@ class _Record(
 
 
 class Beat(_Record, frozen=True, tag=0):
-    """Engine: I am alive, and this is all that you should hold for me."""
+    """Engine: I am alive; hold these for me and no others."""
 
     engine: Annotated[str, Meta(min_length=1, max_length=128)]  # a restart keeps it, and changes the session
     requests: list[tuple[Number, Number, Number]]  # number, prompt tokens, output tokens sent
@@ -70,7 +70,7 @@ class Open(_Record, frozen=True, tag=1):
 
 
 class Commits(_Record, frozen=True, tag=2):
-    """Engine: tokens were committed. Columns cost less than an object for each request."""
+    """Engine: tokens were committed, in columns, which are cheaper than objects."""
 
     requests: list[Number]
     positions: list[Number]  # of the first token of each
@@ -114,9 +114,8 @@ class Tail(NamedTuple):
 
 
 class TailColumns(_Record, frozen=True, tag=20):
-    """Drafter: packed tails. Those of a request begin at one position: the likeliest first, then those that leave it at
-    a second choice.
-    """
+    """Drafter: packed tails. Those of a request begin at one position, the likeliest first, then those from its second
+    choices."""
 
     requests: bytes  # 8 bytes each
     bases: bytes  # 8 bytes each
@@ -212,7 +211,7 @@ def columns(tails: Sequence[Tail], *, version: int) -> TailColumns:
 
 
 def newest(records: Sequence[TailColumns]) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (request, base, packed tokens) of each request's last message, which has all of its tails."""
+    """Yield (request, base, packed tokens) of each request's last message, which is complete."""
     seen: set[int] = set()
     last = b""
     for record in reversed(records):

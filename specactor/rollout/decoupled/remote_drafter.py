@@ -1,6 +1,6 @@
 """The drafters `decoupled`, `decoupled:2`, ..: drafts of other processes.
 
-Invariants: what they send never changes a token; nothing blocks, but for a wait that should pay (`Patience`).
+Invariant: nothing blocks, but for a wait that should pay (`Patience`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ _FORGIVENESS = 1.002  # per round without a wait: trust grows again
 
 
 class Patience:
-    """How long a round waits: w with the largest (E + T m F(w) g) / (R + w), if over 1.05 E / R.
-
-    E: tokens emitted without waiting; T: trust; m: requests without drafts; F: share of answers within w; g: P(first
-    token right); R: median seconds of a round.
-    """
+    """How long a round waits: w of largest (E + T m F(w) g) / (R + w), if over 1.05 E / R; E: tokens without waiting;
+    T: trust; m: requests without drafts; F: share answered within w; g: P(first token right); R: median round in
+    seconds."""
 
     def __init__(self) -> None:
         self._rounds_s: deque[float] = deque(maxlen=MAX_SAMPLES)
@@ -237,12 +235,7 @@ class Decoupled(Drafter):
 
 
 def connect(drafters: Sequence[Address], *, engine: str, window: int, name: str = "decoupled") -> Decoupled:
-    """Connect to drafters, which may come later.
-
-    Args:
-        engine: a name that no other engine has, the same after a restart.
-        window: most draft tokens of a verify.
-        name: the drafter's.
-    """
+    """Connect to drafters, which may come later. `engine` is a name that no other engine has, and the same after a
+    restart."""
     session = new_session()
     return Decoupled(session, ZmqLink(session, drafters), engine=engine, window=window, name=name)

@@ -79,12 +79,12 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         self.started, self.version = started, started.version
 
     def work(self, *, trace: bool, timeout_s: float = WORK_TIMEOUT_S) -> Work | None:
-        """Return what it did since it was asked last, None if too late; `trace`: record spans from now on."""
+        """Return its `Loop.work`, None if too late."""
         work = self._ask(AskWork(trace=trace), Work, timeout_s)
         return work if isinstance(work, Work) else None
 
     def renew(self, weights: DraftWeights, *, timeout_s: float) -> str:
-        """Bring it new weights; return why it did not take them, or "". It drafts before and after."""
+        """Bring it new weights; return why it did not take them, or ""."""
         renewed = self._ask(Renew(weights=msgspec.json.encode(weights)), Renewed, timeout_s)
         if isinstance(renewed, str):
             return f"drafter {self.spec.index}: {renewed}"
@@ -92,7 +92,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return f"drafter {self.spec.index}: {renewed.problem}" if renewed.problem else ""
 
     def wants(self, version: int) -> bool:
-        """Return whether it could take weights of this version, and has older ones."""
+        """Return whether it could take this version, and has older weights."""
         return self.alive and self.has_started() and not self._is_silent() and self.version < version
 
     def can_wake(self) -> bool:
@@ -126,14 +126,14 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         super().stop()
 
     def has_started(self) -> bool:
-        """Return whether it listens, without waiting: one that failed to start is left to `wait_ready`."""
+        """Return whether it listens; one that failed to start is left to `wait_ready`."""
         answer = self.answer_to_start
         if self.started is None and isinstance(answer, Started):
             self._listens(answer)  # not by `wait_ready`: another thread may end it meanwhile
         return self.started is not None
 
     def hangs(self, limit_s: float) -> bool:
-        """Return whether an answer, or the start, is late by `limit_s`; ask for a sign of life when it is time."""
+        """Return whether an answer, or the start, is late by `limit_s`; ask for a sign of life when due."""
         if not self.has_started():
             return time.monotonic() - self._began_s > self.spec.start_timeout_s + limit_s
         if not self.unanswered() and self.heard_s() >= SIGN_EVERY_S:

@@ -64,7 +64,7 @@ def make_keys() -> tuple[EngineKeys, DrafterKeys]:
 
 
 def new_session() -> int:
-    """Return a number greater than earlier ones, unless the clock was set back."""
+    """Return a number above earlier ones, unless the clock went back."""
     return (time.time_ns() // 1_000_000 << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)) & LARGEST
 
 
@@ -184,7 +184,7 @@ class Hub:
         return frames
 
     def send(self, session: int, frame: bytes) -> bool:
-        """Send a frame; return False where it was dropped: the queue is full, or the engine is gone."""
+        """As `Link.send`, to an engine."""
         try:
             self._socket.send_multipart([_name(session), frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:

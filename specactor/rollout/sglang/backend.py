@@ -106,8 +106,8 @@ class Backend:
         self, requests: Sequence[RolloutRequest], report_tokens: int = 0
     ) -> AsyncIterator[tuple[int, tuple[list[int], list[float]], dict[str, Any] | None]]:
         """Yield (index, (tokens, log-probabilities), None) after every `report_tokens` tokens, and (index, the same,
-        response) at the end, without what was `begun`. A response has token_ids, logprobs, finish_reason and
-        routed_experts. Raises EngineError for requests that SGLang or this engine refuses."""
+        response) at the end, without what was `begun`. Raises EngineError for requests that SGLang or this engine
+        refuses."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         self._num_batches += 1
@@ -150,7 +150,6 @@ class Backend:
             del self._rids[request.request_id]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests, where they run."""
         manager = self._engine.tokenizer_manager
         for request_id in request_ids:
             rid = self._rids.get(request_id, "")

@@ -77,7 +77,7 @@ class DraftBackend:
         self._known.pop(key, None)
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        """Draft a token for each lane; none where context or pool has no room for it."""
+        """Draft a token for each lane; none where there is no room for it."""
         for lane in lanes:
             if lane.branch is None:
                 self._meet(lane)

@@ -1,9 +1,8 @@
-"""A draft model on SGLang's model runner, in an engine or a drafter process.
+"""A draft model on SGLang's model runner.
 
-Invariants:
-- the first `cached` tokens of a text have keys and values of just these tokens; what lies behind is overwritten before
-  it is read, so a rollback is a shorter length;
-- a draft depends on its text's tokens, seed and temperature: not on other texts, evictions or rollbacks.
+Invariants: the first `cached` tokens of a text have keys and values of just these tokens; what lies behind is
+overwritten before it is read, so a rollback is a shorter length; a draft depends on its text's tokens, seed and
+temperature alone.
 
 Shape legend: R rows, B texts, V vocabulary.
 """
@@ -82,12 +81,11 @@ def _with_the_draft_model(original: Callable[..., int], configurator: Any, kvc: 
 
 
 def is_mtp(model_config: Any) -> bool:
-    """Return whether it is the target's MTP layer."""
     return "MiMoMTP" in (model_config.hf_config.architectures or ())
 
 
 def num_features(model_config: Any) -> int:
-    """Return how many numbers a head reads of the target's hidden states per token; 0: no head."""
+    """Return how many hidden-state numbers per token a head reads; 0: no head."""
     config = model_config.hf_config
     if is_mtp(model_config):
         return int(config.hidden_size)
@@ -107,13 +105,13 @@ def load_alone(
     memory_fraction: float = 0.5,
     random_seed: int = 0,
 ) -> Any:
-    """Return SGLang's runner of a dense model, with a page table and KV pool of its own.
+    """Return SGLang's runner of a dense model, with its own page table and KV pool.
 
     Call it once per process, before CUDA or sockets are used, with a TMPDIR of its own.
 
     Args:
         max_tokens: slots of the pool; None lets SGLang decide.
-        memory_fraction: of a GPU, for weights and pool.
+        memory_fraction: of a GPU.
     """
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = (Path(os.environ["TMPDIR"]) / "rendezvous").as_uri()
     from sglang.srt.plugins import load_plugins
@@ -283,7 +281,7 @@ class DraftRunner:
                 self._runner.init_decode_cuda_graph()
 
     def place(self, row: int, first: int, block: int) -> None:
-        """Let positions from `first` on lie in this block; `row` is of the page table."""
+        """Let positions of this page-table row, from `first` on, lie in this block."""
         table = self._runner.req_to_token_pool.req_to_token
         slot, stop = slot_range(block).start, min(first + BLOCK_TOKENS, table.shape[1])
         table[row, first:stop] = torch.arange(slot, slot + stop - first, dtype=table.dtype, device=table.device)
@@ -296,7 +294,7 @@ class DraftRunner:
 
     @torch.no_grad()
     def draft(self, texts: Sequence[DraftText]) -> list[list[int]]:
-        """Return what may follow each text: a pass over its unseen tokens, then one per further token."""
+        """Return drafts: a pass over each text's unseen tokens, then one per further token."""
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
         if not texts:
@@ -327,10 +325,8 @@ class DraftRunner:
         return drafts
 
     def _sample(self, logits_BV: Tensor, batch: DraftBatch, depth: int) -> Tensor:
-        """Return argmax_v log q(v) + G(seed, position, v), int64 [B], G being the target's own noise.
-
-        Position is that of the last of `depth` draft tokens.
-        """
+        """Return argmax_v log q(v) + G(seed, position, v), int64 [B], G being the target's noise at the last of `depth`
+        draft tokens."""
         from sglang.srt.layers import sampler
 
         count, likeliest_B = len(logits_BV), logits_BV.argmax(dim=1)
@@ -372,10 +368,8 @@ class DraftRunner:
         return torch.cat(pieces)
 
     def _logits(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor, wanted_B: Tensor | None = None) -> Tensor:
-        """Return logits [B, V] of the rows `wanted_B`, or of all. Positions are on the CPU.
-
-        A row reads keys up to its own position, also those of this pass.
-        """
+        """Return logits [B, V] of the rows `wanted_B`, or of all. Positions are on the CPU. A row reads keys up to its
+        own position, also those of this pass."""
         batch = self._batch(tokens_R, table_R, positions_R)
         # Other passes go to the layers directly: SGLang's runner serves the scheduler besides, which takes longer than
         # a small model.

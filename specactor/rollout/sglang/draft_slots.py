@@ -1,4 +1,4 @@
-"""Which slots of a KV pool and row of a page table belong to which request. PURE.
+"""Slots of a KV pool and rows of a page table, by request. PURE.
 
 Invariants: no row or block belongs to two requests, and none is lost; row 0 and slot 0 are never given (SGLang pads
 with them); a request in use is never evicted.
@@ -72,7 +72,7 @@ class Slots:
     def _evictable(
         self, key: Hashable, blocks: int, *, needs_row: bool, in_use: Collection[Hashable]
     ) -> list[Hashable] | None:
-        """Return who must go for `blocks` more; None if that is impossible."""
+        """Return who must go for `blocks` more, or None."""
         free, rows = len(self._free_blocks), len(self._free_rows)
         victims: list[Hashable] = []
         for other, place in self._places.items():

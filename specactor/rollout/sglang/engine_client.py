@@ -1,4 +1,4 @@
-"""A rollout engine as its trainer rank sees it: a child process.
+"""A rollout engine as its trainer rank sees it.
 
 Invariants: no wait is unbounded; a death of server, scheduler or SGLang is an `EngineDied`, before which `on_finished`
 had every response that came; after `stop` or `kill` no process of the engine is left.
@@ -144,7 +144,7 @@ class Engine:
         raise EngineError(f"engine {self.index}: rank call {name!r}: {_text(message)}")
 
     def flush(self) -> None:
-        """Drop the KV and prefix cache. Raises EngineError when requests are running."""
+        """Drop the prefix cache. Raises EngineError when requests are running."""
         for _ in range(_FLUSH_TRIES):  # the last response comes a moment before the scheduler counts itself idle
             if all(self.rank_call("flush", b"", timeout_s=_COMMAND_TIMEOUT_S)):
                 return
@@ -194,13 +194,12 @@ class Engine:
         return msgspec.msgpack.decode(reply, type=list[Span])
 
     def release_memory(self) -> None:
-        """Free the device's memory until `resume_memory`, where the platform can. Raises EngineError when requests are
-        running."""
+        """Free the device's memory, where the platform can. Raises EngineError when requests are running."""
         self.flush()  # SGLang's scheduler dies of a release before it counts itself idle
         self._do(Command(verb="release_memory"))
 
     def resume_weights(self) -> None:
-        """Take the memory for weights again; they are undefined until the next weight sync."""
+        """Take the memory for weights again, undefined until the next sync."""
         self._do(Command(verb="resume_weights"))
 
     def resume_memory(self) -> None:
@@ -301,8 +300,8 @@ def check_servable(requests: Sequence[RolloutRequest], spec: EngineSpec, ready: 
 
 
 def whole_response(request: RolloutRequest, message: Finished, spec: EngineSpec, version: int) -> Trajectory:
-    """Return the whole response; `version` is of the weights that the engine holds. One that was aborted while it
-    waited is empty where experts are wanted. Raises EngineError for any other without them."""
+    """Return the whole response. One that was aborted while it waited is empty where experts are wanted. Raises
+    EngineError for any other without them."""
     dropped = spec.config.routed_experts and bool(message.token_ids) and not message.routed_experts
     if dropped and message.finish_reason != "abort":
         raise EngineError(

@@ -1,4 +1,4 @@
-"""What a trainer rank and an engine's process, its *server*, say to each other.
+"""Messages between a trainer rank and an engine's process, its *server*.
 
 A call is answered by any number of `Finished` and `Progress`, then by one other message.
 """
@@ -19,8 +19,6 @@ from specactor.types import FinishReason, RolloutRequest
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """One engine to start."""
-
     index: int  # of the engine in the job
     model_dir: str  # folder of a model in Hugging Face format
     dtype: str  # float32 or bfloat16
@@ -67,8 +65,6 @@ class RankCall(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Command(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """A verb without arguments."""
-
     verb: str
 
 

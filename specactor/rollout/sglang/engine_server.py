@@ -76,7 +76,7 @@ def _end_without(pid: int) -> None:
 
 
 class _Server:
-    """Answers each call in its own task, so that an abort overtakes a generation."""
+    """Answers each call in its own task: an abort overtakes a generation."""
 
     def __init__(self, backend: Backend, connection: socket.socket) -> None:
         self._backend = backend

@@ -38,8 +38,7 @@ def install() -> None:
 
 
 def graph_sizes(most_rows: int) -> list[int]:
-    """Return numbers of rows to capture CUDA graphs of. A pass computes at most an eighth more rows than it has, or
-    eight more."""
+    """Return numbers of rows to capture CUDA graphs of, at most an eighth, or eight, apart."""
     # SGLang would capture none for more rows than requests may run. Without one a verification of 64 requests and 4
     # draft tokens each took 18 ms on an H100, and a plain round 2 (docs/results/gpu.md).
     most = most_rows if most_rows <= 4 else -(-most_rows // 8) * 8
@@ -51,7 +50,7 @@ def graph_sizes(most_rows: int) -> list[int]:
 
 
 def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return numbers of the host on the device, without waiting for it."""
+    """Return numbers of the host on the device, without waiting."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type == "cpu":
         return host
@@ -61,7 +60,7 @@ def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
 
 
 def _keep_graphs_releasable() -> None:
-    """Undo the mode that Megatron sets when SGLang's dumper imports it, which cannot release graphs."""
+    """Undo Megatron's mode, set when SGLang's dumper imports it, which cannot release graphs."""
     import sglang.srt.debug_utils.dumper  # noqa: F401  (before, not after)
     from sglang.srt.utils import torch_memory_saver_adapter as adapter
 
@@ -71,7 +70,7 @@ def _keep_graphs_releasable() -> None:
 
 @contextmanager
 def rows_as_requests(runner: Any) -> Iterator[None]:
-    """Have SGLang's runner take every row for a request that is decoded plainly."""
+    """Have SGLang's runner decode every row like a request."""
     from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 

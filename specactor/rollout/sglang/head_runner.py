@@ -1,16 +1,9 @@
-"""An EAGLE-3 head, or an MTP layer, on SGLang's model runner.
+"""An EAGLE-3 head, or an MTP layer, on SGLang's model runner. It reads tokens with the target's hidden states at the
+token before, while drafting with its own.
 
-It reads pairs of a token and the target's hidden states at the token before, which `TargetStates` keeps at the slots of
-the target's keys: like these they belong to a prefix, follow an accepted path, and are overwritten after a rejection.
-A cache that restores keys from the host, to other slots, would not restore them, and is refused. Further on in a draft
-the head's own states stand in for them.
+Invariants: those of `draft_runner`; a key of its own states is never read in a later round.
 
-Invariants: those of `draft_runner`, and
-- a pair's key lies at its token's slot, since texts may share the slot before. The first token has no pair: the head's
-  page table is the target's from its second column on;
-- a key computed from the head's own hidden states is never read in a later round.
-
-Shape legend: R rows, B texts, V vocabulary, S slots, F features of a token: the hidden states of all layers read.
+Shape legend: R rows, B texts, V vocabulary, S slots, F numbers of all layers read.
 """
 
 from __future__ import annotations
@@ -70,7 +63,7 @@ def _capture(model: Any, config: Any) -> None:
 
 
 def refuse_unfit(folder: Path, *, hierarchical_cache: bool) -> None:
-    """Raise EngineError for a head that SGLang would serve wrongly. Call it before a draft model is loaded."""
+    """Raise EngineError for a head that SGLang would serve wrongly, before a draft model is loaded."""
     config = json.loads((folder / "config.json").read_bytes())
     architectures = config.get("architectures") or ()
     if hierarchical_cache and "MiMoForCausalLM" in architectures:
@@ -107,8 +100,8 @@ def refuse_unfit(folder: Path, *, hierarchical_cache: bool) -> None:
 
 
 def prepare(target: Any, head: Any) -> TargetStates:
-    """Give the head what it shares with the target; return the target's states. Call it with SGLang's runners, between
-    the making of pools and of attention backends."""
+    """Give the head what it shares with the target; return the target's states. Call it between SGLang's making of
+    pools and of attention backends."""
     if (page := head.token_to_kv_pool.page_size) != 1:
         raise EngineError(
             f"rollout.speculation: got an EAGLE-3 head or MTP layer and pages of {page} tokens, expected 1: its keys "
@@ -131,6 +124,7 @@ def prepare(target: Any, head: Any) -> TargetStates:
     if head.device == "cpu":  # few rows take other kernels, and a draft must not feel the others of its round
         joining = head.model.model.input_proj if is_mtp(head.model_config) else head.model.model.fc
         joining.forward = lambda x: sglang_ops.linear(x, joining.weight, joining.bias)
+    # The first token has no pair, and a pair's key lies at its token's slot: texts may share the slot before.
     head.req_to_token_pool = copy.copy(target.req_to_token_pool)
     head.req_to_token_pool.req_to_token = target.req_to_token_pool.req_to_token[:, 1:]
     head.init_kv_index_translator()
@@ -200,7 +194,7 @@ class HeadRunner(DraftRunner):
 
 
 class MtpRunner(HeadRunner):
-    """Drafts with the target's MTP layer, again and again: first on the target's hidden states, then on its own."""
+    """Drafts with the target's MTP layer, again and again."""
 
     def _computed(self, batch: Any) -> tuple[Tensor, Tensor]:
         # SGLang's layer hides the token at position 0. Megatron, which trains it, does not; and rotary embedding tells

@@ -1,12 +1,9 @@
 """Triton kernels: attention that reads a request's keys once for up to eight of its rows, and sampling in one pass.
 
-Invariant: a row's bits depend neither on its place nor on other rows, where the GPU treats rows of a product alike. A
-tile always has `TILE` places; parts of `SPLIT` keys and chunks of the vocabulary are combined in one order. What is
-sampled is the largest logits / temperature + SGLang's noise: tokens differ from SGLang's own where two scores are
-nearer than its rounding, 1e-6.
+Invariant: a row's bits depend neither on its place nor on other rows, where the GPU's products do not.
 
-Shape legend: R rows, H query heads, N key heads, D head size, M queries of a tile, S parts of a row's keys, V
-vocabulary, C chunks of it.
+Shape legend: R rows, H query heads, N key heads, D head size, M queries of a tile, S parts of keys, V vocabulary, C
+chunks of it.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-TILE = 8  # rows of a tile: a request's last token and seven drafts
+TILE = 8  # rows of a tile: a request's last token and seven drafts; always computed all, so bits do not vary
 SPLIT = 256  # keys of a part: as many as SGLang's Triton backend has room for in its deterministic mode
 BLOCK = 64  # keys that are loaded at once
 
@@ -281,14 +278,13 @@ def _combine_chunks(
 
 
 def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Drawn:
-    """Return a token of every row: argmax of logits / temperature + noise, or without noise where `greedy`.
-
-    Tokens differ from SGLang's where two scores are nearer than 1e-6, the rounding of its float32 log-softmax.
+    """Return each row's argmax of logits / temperature + noise, without noise where `greedy`. Tokens differ from
+    SGLang's where two scores are nearer than 1e-6, the rounding of its float32 log-softmax.
 
     Args:
-        logits: [R, V], whose tokens follow each other in memory.
+        logits: [R, V], each row in one piece.
         temperatures: float32 [R, 1] or [R].
-        seeds, positions, greedy: [R]; positions are of the tokens before those drawn.
+        positions: [R], of the tokens before those drawn.
     """
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
@@ -304,6 +300,6 @@ def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor,
 
 
 def logprobs_of(tokens: Tensor, logits: Tensor, temperatures: Tensor, drawn: Drawn) -> Tensor:
-    """Return log_softmax(logits / temperature) of a given token per row, [R] float32."""
+    """Return log_softmax(logits / temperature) of given tokens, [R] float32."""
     x_R = logits.gather(1, tokens.long()[:, None])[:, 0].float() / temperatures.view(-1)
     return (x_R - drawn.tops) - drawn.log_totals

@@ -1,11 +1,9 @@
-"""The drafter `model`: a dense model or an EAGLE-3 head on every engine rank. `model:2`, .. are further ones; `mtp` is
-the policy's MTP layer.
+"""The drafters `model`, `model:2`, ..: a dense model or an EAGLE-3 head on every engine rank; `mtp`: the policy's MTP
+layer.
 
-Invariants: those of `draft_runner`, and
-- keys lie in buffers of its own, at slots that are committed or that the target writes in the same round;
-- ranks that are asked for the same drafts in the same order give the same ones. So after new weights every text is
-  shown from its beginning, also on a rank that did not take them;
-- new weights reach the draft model alone.
+Invariants: those of `draft_runner`; keys lie in its own buffers, at slots that are committed or that the target writes
+in the same round; ranks that are asked alike draft alike, so new weights, which reach it alone, see every text from its
+beginning.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class ModelDrafter(Drafter):
         return self._version
 
     def renewed(self, version: int) -> None:
-        """Draft with new weights, to which texts are shown from their beginning."""
+        """Draft with new weights, which see texts from their beginning."""
         self._version = version
         self.policy_changed()
 
@@ -95,8 +93,8 @@ def check_weights(rank: Any, payload: bytes) -> bytes:
 
 
 def load_weights(rank: Any, payload: bytes) -> bytes:
-    """Check and load; the answer names a problem where the old weights stay. Where one rank of several fails, drafts
-    are of two versions until the next push, which costs speed."""
+    """Check and load; the answer names a problem where old weights stay. Where some ranks fail, drafts are of two
+    versions until the next push, which costs speed."""
     weights = msgspec.msgpack.decode(payload, type=DraftWeights)
     model, speculator = _model(rank), rank.draft_worker.speculator
     problem = "it was not loaded"

@@ -1,12 +1,8 @@
 """The scheduler's loop of engines that speculate: a plain round is launched before the tokens of the last are looked
 at.
 
-Invariants:
-- at most one round is under way, and all but plain rounds and new requests wait for it: tokens are the same without
-  overlap;
-- a request that ends in it has a row in the next, which nobody looks at. It writes to a slot that was the request's at
-  launch; who gets that slot later writes after it, since all rounds run on one stream, in order. Copies of tokens to
-  the host are queued behind their round, and waited for by their event.
+Invariants: tokens are the same as without overlap; all but plain rounds and new requests wait for the one under way. A
+request that has ended has one more row, whose slot a later owner overwrites, on one stream.
 """
 
 from __future__ import annotations
@@ -39,15 +35,13 @@ def install(worker_of: Callable[[Any], Worker | None]) -> None:
 
 
 def interrupts(message: Any) -> bool:
-    """Return whether the scheduler must have looked at all tokens before it gets this message."""
+    """Return whether all tokens must have been looked at before this message."""
     from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 
     return not isinstance(message, TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput)
 
 
 class Loop:
-    """Runs a scheduler."""
-
     def __init__(self, scheduler: Any, worker: Worker) -> None:
         self._scheduler = scheduler
         self._worker = worker
@@ -69,7 +63,6 @@ class Loop:
                 scheduler.last_batch = self.step()
 
     def take(self, messages: Sequence[Any]) -> None:
-        """Take what the scheduler was sent."""
         if any(map(interrupts, messages)):  # who pushes weights, aborts or pauses finds no round under way
             self.finish()
             self._worker.was_interrupted()
@@ -111,7 +104,7 @@ class Loop:
         )
 
     def finish(self) -> None:
-        """Wait for the round under way, if any, and look at its tokens."""
+        """Wait for the round under way, and look at its tokens."""
         if self._under_way:
             batch, result = self._under_way.popleft()
             result.copy_done.synchronize()

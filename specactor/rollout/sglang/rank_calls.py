@@ -49,13 +49,13 @@ class RankContext:
             raise EngineError("flush_cache: requests are still running. Abort them or wait for them first.")
 
     def flushed(self) -> bool:
-        """Forget all keys and values; return False, and forget nothing, while requests run."""
+        """Forget all keys and values, or return False while requests run."""
         trim_heap()
         # torch's giving memory back collects all garbage: 0.4 s
         return bool(self._scheduler.flush_cache(empty_cache=False))
 
     def begin_weight_update(self) -> None:
-        """Bring parameters into the layout of checkpoints. All ranks must call it."""
+        """Collective: bring parameters into the layout of checkpoints."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         self._check(self._scheduler.weight_updater.begin_weight_update(BeginWeightUpdateReqInput(selector="target")))
@@ -82,7 +82,7 @@ def _flush(context: RankContext, payload: bytes) -> bytes:
 
 
 def _parse_tools(context: RankContext, payload: bytes) -> bytes:
-    """Split a response by the engine's parser; what it cannot read is text."""
+    """Split a response by the engine's parser; the unreadable is text."""
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
@@ -102,8 +102,7 @@ RANK_CALLS: dict[str, RankFunction] = {"identify": _identify, "flush": _flush, "
 
 
 def find(name: str) -> RankFunction:
-    """Return the function of a registered name, or of a path ``specactor.module:function``. Raises EngineError where
-    there is none."""
+    """Return the function of a registered name, or of ``specactor.module:function``. Raises EngineError."""
     if name in RANK_CALLS:
         return RANK_CALLS[name]
     module, _, function = name.partition(":")
@@ -121,7 +120,7 @@ def reply_file(folder: Path, tp_rank: int) -> Path:
 
 
 def read_replies(folder: Path, tp_size: int) -> list[bytes]:
-    """Return every rank's answer. Raises EngineError that names the ranks that failed."""
+    """Return every rank's answer. Raises EngineError that names failed ranks."""
     replies = []
     for rank in range(tp_size):
         file = reply_file(folder, rank)

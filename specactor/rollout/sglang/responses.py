@@ -1,9 +1,8 @@
-"""A response ends at the token where plain decoding ends it, and tells which experts computed its tokens.
+"""A response ends where plain decoding ends it, and tells which experts computed its tokens.
 
-A request may bring along tokens of its response, or earlier turns. SGLang takes them for prompt; their number travels
-with the sampling parameters. A round's tokens are looked at one after the other: given several, SGLang finds stop
-strings elsewhere. It notes experts by slot of the KV pool, and a request keeps the slots of accepted rows; a cached
-prefix has those of the pass that computed it.
+What a request brings along of its conversation is prompt to SGLang; its length travels with the sampling parameters. A
+round's tokens are looked at one by one: given several, SGLang finds stop strings elsewhere. Experts are noted by slot,
+which accepted rows and cached prefixes keep.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def _text() -> Text:  # read when the first request with a stop string comes
 
 
 def finish(original: Callable[..., None], req: Any, new_tokens: int = 1) -> None:
-    """Find whether and where the request ends, now that its last `new_tokens` are there."""
+    """Find whether and where the request ends, given its last `new_tokens`."""
     asked = req.to_finish
     # SGLang would not look whether a token of an aborted request's last round ends it. A response that can be gone on
     # with has no token after its end.
@@ -140,10 +139,7 @@ def _make_room(original: Callable[..., None], capturer: Any, *arguments: Any, **
 
 def experts_of(meta_info: dict[str, Any], *, num_tokens: int, start: int, goes_on: bool) -> bytes:
     """Return int16 [rows, layers, experts per token] of all tokens but the last; of a response that `goes_on`, of those
-    that produced its `num_tokens` new tokens.
-
-    Raises EngineError when rows are missing. Args: start: position of the first row in `meta_info`.
-    """
+    that produced its new tokens. `start` is the first row's position. Raises EngineError when rows are missing."""
     encoded = meta_info.get("routed_experts")
     if encoded is None or num_tokens == 0:
         return b""

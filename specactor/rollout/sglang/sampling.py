@@ -1,7 +1,7 @@
 """A request's token does not depend on how its batch mates are sampled.
 
-Any top-p or top-k in a batch makes SGLang key the noise of all by rank instead of id. Here each kind of row is sampled
-as in a batch of its kind.
+Any top-p or top-k in a batch makes SGLang key the noise of all by rank, not id. Here each kind of row is sampled by
+itself.
 
 Shape legend: R rows, V vocabulary.
 """
@@ -65,7 +65,7 @@ def sample_in_one_pass(
     positions: Tensor,
     **named: Any,
 ) -> Tensor:
-    """Replace SGLang's `Sampler.forward` on a GPU, unless masks or log-probabilities of other tokens are asked for."""
+    """Replace SGLang's `Sampler.forward` on a GPU, except for masks and log-probabilities of other tokens."""
     logits_RV = output.next_token_logits
     asked_more = info.sampling_mask_batch_indices is not None or any(of is not None for of in named.values())
     if return_logprob:

@@ -88,7 +88,7 @@ def _connect(config: SpeculationConfig, name: str) -> Drafter:
 
 
 def configure(rank: Any, payload: bytes) -> bytes:
-    """Answer `CONFIGURE`. Running requests are drafted for as if they had just begun."""
+    """Answer `CONFIGURE`. Running requests are drafted for as if new."""
     worker = _worker(rank)
     config = msgspec.json.decode(payload, type=SpeculationConfig)
     if config.max_window > worker.max_window:

@@ -1,10 +1,10 @@
-"""A round as a batch of SGLang's: with drafts one row per token, which reads its request's committed tokens and its own
-path; or a plain one.
+"""A round as a batch of SGLang's: with drafts a row per token, which reads its request's committed tokens and its own
+path; or plain.
 
-Invariant: both leave the same state. A request's length counts the tokens whose keys are in the pool, and its slots
-reach at least that far; before a plain round just that far.
+Invariant: afterwards a request's length counts its tokens with keys, and its slots reach that far; before a plain round
+no further.
 
-Shape legend: B requests, R rows of all requests, M rows that read through a borrowed page-table row.
+Shape legend: B requests, R rows, M rows with borrowed page-table rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Rows:
 
     @property
     def drafted(self) -> bool:
-        """Return whether any request has a draft token."""
         return self.total > len(self.trees)
 
     def plan(self, last_tokens: Sequence[int]) -> NDArray[np.int64]:
@@ -64,15 +63,12 @@ class Rows:
 
 
 def num_cached(req: Any) -> int:
-    """Return how many tokens have keys in the pool: all committed ones but the last."""
+    """Return how many tokens have keys: all committed ones but the last."""
     return len(req.origin_input_ids) + len(req.output_ids) - 1
 
 
 def spread(batch: Any, rows: Rows, *, req_to_token: Tensor) -> None:
-    """Turn a decode batch of B requests into one of R rows, in place; the device is asked nothing.
-
-    `batch.seq_lens` counts the tokens whose keys are in the pool.
-    """
+    """Turn a decode batch of B requests into one of R rows, in place and without asking the device."""
     reqs = batch.reqs
     plan_4R = rows.plan([req.output_ids[-1] for req in reqs])
     cached_B = np.array([num_cached(req) for req in reqs])
@@ -109,8 +105,8 @@ def _spread_sampling(info: Any, owner: Sequence[int], owner_R: Tensor) -> Any:
 class Branches:
     """Page-table rows for the branches of trees, borrowed for one round.
 
-    Row r of a request writes to its (r + 1)-th free slot. A row whose ancestors are not in the slots before reads
-    through a borrowed row: committed slots, then its path's.
+    A request's row r writes to its (r + 1)-th free slot. A row whose ancestors are not in the slots before reads
+    through a borrowed row.
     """
 
     def __init__(self, pool: Any, *, page_size: int) -> None:
@@ -119,7 +115,7 @@ class Branches:
         self._borrowed: list[int] = []
 
     def room(self) -> int:
-        """Return how many branches can be had: none with pages of several slots."""
+        """Return how many branches can be had: none with larger pages."""
         return len(self._pool.free_slots) if self._page_size == 1 else 0
 
     def place(self, batch: Any, rows: Rows) -> None:
@@ -167,7 +163,7 @@ class Branches:
 
 
 def install_plain_rounds(decode_plainly: Callable[[Any], bool]) -> None:
-    """Register the hook. Args: decode_plainly: asked, with the scheduler, before every round of decoding."""
+    """Register the hook; `decode_plainly(scheduler)` is asked before every decoding round."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 

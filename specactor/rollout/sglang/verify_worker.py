@@ -1,11 +1,9 @@
 """The speculative algorithm SPECACTOR of an SGLang engine.
 
-A round verifies all requests' drafts in one forward pass, in which SGLang's own sampler draws every row's token with
-the noise of (request seed, position), and keeps what equals it. So tokens and log-probabilities are those of plain
-decoding.
+A round verifies all drafts in one forward pass. SGLang's sampler draws each row's token with the noise of (request
+seed, position), and what equals it is kept: tokens and log-probabilities are those of plain decoding.
 
-Rank 0 decides what is drafted and how many plain rounds follow. Text drafters run there alone, a draft model on all
-ranks, and rank 0's tokens are verified.
+Rank 0 decides, and drafts from text; a draft model runs on all ranks, and rank 0's drafts are verified.
 """
 
 from __future__ import annotations
@@ -277,7 +275,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._ended = None
 
     def end_plain_round(self, requests: int) -> None:
-        """The tokens of a plain round of so many requests are on the host; the next round may have been launched."""
+        """Note that a plain round's tokens are on the host; the next may have been launched."""
         assert self._ended is not None
         began, self._ended = self._ended, time.perf_counter()
         self.rounds.plain(began, self._ended)
@@ -429,8 +427,7 @@ def _to_tree(values: Sequence[int]) -> DraftTree:
 def register(
     starting: Callable[[], SpeculationConfig], make_speculator: Callable[[SpeculationConfig], Speculator | None]
 ) -> None:
-    """Make the algorithm known to SGLang. The functions give each worker that starts its configuration, and its
-    speculator."""
+    """Make the algorithm known to SGLang; the functions give each starting worker its configuration and speculator."""
 
     class StartedWorker(Worker):
         def __init__(self, *arguments: Any, **named: Any) -> None:

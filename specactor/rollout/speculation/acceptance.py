@@ -1,17 +1,11 @@
-"""Estimates how many draft tokens of each running request will be accepted. PURE.
+"""How many draft tokens of each request will be accepted. PURE.
 
-From the draft tokens that were asked for, drafted and accepted, for each position j:
+    c_j = P(drafted >= j | asked >= j, accepted >= j-1)       coverage
+    a_j = P(accepted >= j | drafted >= j, accepted >= j-1)    acceptance
+    survival_j = prod_{k <= j} c_k a_k = P(accepted >= j | asked >= j)
 
-    c_j = P(drafted >= j | asked >= j, accepted >= j - 1)        coverage
-    a_j = P(accepted >= j | drafted >= j, accepted >= j - 1)     acceptance
-    survival_j = prod_{k <= j} c_k a_k = P(accepted >= j | asked >= j), by the chain rule
-
-Of what lies behind a rejected token, or beyond the window, nothing is known. Estimates are Beta means of counts that
-are forgotten exponentially; a request's odds of all its a_j are the drafter's, scaled by its own odds ratio.
-
-Invariants: an outcome changes estimates after `observe` and never before; reading changes nothing; survival does not
-increase with j; a verify without a rejection never lowers acceptance, one that rejects the first draft token never
-raises it; equal calls give equal bits.
+Invariants: reading changes nothing; survival does not increase with j; a verify without a rejection never lowers
+acceptance, one that rejects the first draft token never raises it; equal calls give equal bits.
 """
 
 from __future__ import annotations
@@ -105,10 +99,8 @@ class _Positions:
 
 @dataclass(kw_only=True, eq=False)
 class AcceptanceModel:
-    """Estimates one drafter's acceptance, overall and by request.
-
-    A request's odds are the drafter's, times an odds ratio of its own.
-    """
+    """Estimates one drafter's acceptance, overall and by request, whose odds are the drafter's times an odds ratio.
+    Estimates are Beta means of counts that are forgotten exponentially."""
 
     max_window: int
     """Positions that are told apart; later draft tokens are ignored."""
@@ -145,21 +137,20 @@ class AcceptanceModel:
 
     @property
     def rate(self) -> float:
-        """P(a draft token is accepted | those before it were), which is more than accepted / drafted."""
+        """P(a draft token is accepted | those before it were), above accepted / drafted."""
         return self._estimates()[2]
 
     def tell(self, request_ids: Sequence[str], confidences: Sequence[int]) -> None:
-        """Note the confidence in the present drafts; empty: the drafter does not say."""
+        """Note the confidence in the present drafts; empty: not known."""
         if confidences and not 0 <= min(confidences) <= max(confidences) < CONFIDENCES:
             confidences = [min(max(0, confidence), CONFIDENCES - 1) for confidence in confidences]
         self._told = dict(zip(request_ids, confidences, strict=True)) if confidences else {}
 
     def told(self, request_id: str) -> int:
-        """Return the confidence in the request's draft; CONFIDENCES if the drafter does not say."""
+        """Return the confidence in the request's draft; CONFIDENCES for none."""
         return self._told.get(request_id, CONFIDENCES)
 
     def observe(self, request_id: str, drafted: int, accepted: int, *, asked: int | None = None) -> None:
-        """Call `observe_all` for one verify."""
         self.observe_all([request_id], [drafted], [accepted], asked=None if asked is None else [asked])
 
     def observe_all(
@@ -171,11 +162,11 @@ class AcceptanceModel:
         asked: Sequence[int] | None = None,
         sure: Sequence[int] | None = None,
     ) -> None:
-        """Learn from verifies of one round, of different requests.
+        """Learn from one round's verifies, of different requests.
 
         Args:
-            asked: None where not known; coverage then learns nothing.
-            sure: confidences, CONFIDENCES where there is none; None: those of `tell`.
+            asked: None: unknown; coverage then learns nothing.
+            sure: confidences, CONFIDENCES for none; None: those of `tell`.
         """
         if sure is None:
             sure = self._confidences(request_ids)
@@ -232,7 +223,7 @@ class AcceptanceModel:
             self._free.append(row)
 
     def new_version(self, weight: float) -> None:
-        """Count what was seen with `weight` (0..1) of its worth: the drafter or the policy has changed."""
+        """Count what was seen with `weight` (0..1): drafter or policy has changed."""
         assert 0 <= weight <= 1, weight  # from nothing known to all as before
         self._sure.scale(weight)
         self._fade(weight)

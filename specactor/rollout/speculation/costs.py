@@ -1,7 +1,7 @@
 """Seconds of a round: tables that are fitted and corrected online. PURE, but for a table's file.
 
-Invariants: a `Grid` gives back what was measured at its own points; it is bilinear between them, goes on with the last
-slope beyond the last but never falls, and is constant below the first; `from_json(to_json(table)) == table`.
+Invariants: a `Grid` gives back what was measured at its points; it is bilinear between them, goes on with the last
+slope beyond but never falls, and is constant below the first; `from_json(to_json(table)) == table`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ class Grid:
             raise PlanError(f"grid.seconds: got {wrong[0]}, expected positive seconds. {REMEASURE}")
 
     def at(self, requests: float, per_request: float) -> float:
-        """Return the seconds there."""
         return float(self.along(requests, np.array([per_request]))[0])
 
     def along(self, requests: float, per_request_N: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -103,12 +102,9 @@ class Grid:
 
     @classmethod
     def fit(cls, points: Iterable[Point]) -> Grid:
-        """Return a grid over 1 and the measured values, thinned to MAX_NODES.
-
-        A cell is the median of the nearest points, each carried there by a model, or else the model's value:
-            seconds = c0 + c1 requests + c2 total,   c >= 0, least squares of relative errors.
-        Raises PlanError for fewer than two distinct (requests, total), or impossible points.
-        """
+        """Return a grid over 1 and the measured values, thinned to MAX_NODES. A cell is the median of the nearest
+        points, carried there by the model of `_fit_line`, or the model's value. Raises PlanError for fewer than two
+        distinct (requests, total), or impossible points."""
         points = list(points)
         wrong = [p for p in points if p[0] < 1 or p[1] < 1 or not (isfinite(p[2]) and p[2] > 0)]
         if wrong:
@@ -180,7 +176,7 @@ class CostTable:
             raise PlanError(f"cost table: got version {self.version}, expected {VERSION}. {REMEASURE}")
 
     def verify_s(self, requests: int, tokens: float) -> float:
-        """Return the seconds of a forward over `tokens` rows in all, roots included; windows may differ."""
+        """Return the seconds of a forward over `tokens` rows, roots included."""
         assert 1 <= requests <= tokens, (requests, tokens)
         return self.verify.at(requests, tokens / requests)
 
@@ -193,7 +189,7 @@ class CostTable:
         return self.plain.at(requests, 1.0)
 
     def draft_s(self, drafter: str, requests: int, window: int) -> float:
-        """Return the seconds of drafting, by the largest `window` of the round; 0 costs nothing."""
+        """Return the seconds of drafting, by the round's largest `window`."""
         grid = self.drafters.get(drafter)
         if grid is None:
             raise PlanError(
@@ -205,7 +201,7 @@ class CostTable:
 
     @classmethod
     def read(cls, file: str | Path) -> CostTable:
-        """Read a file of `write`. Raises DataError if it is missing, PlanError for what is no table."""
+        """Read a file of `write`. Raises DataError if it is missing, PlanError if invalid."""
         try:
             return cls.from_json(Path(file).read_bytes())
         except OSError as error:
@@ -245,8 +241,8 @@ class CostTable:
     ) -> CostTable:
         """Return the table of measured verifies. Raises as `Grid.fit` does.
 
-        `plain` are decode steps (total = requests). Without any they cost what a verify of one row per request does,
-        and with those of one number of requests alone, a share of it.
+        `plain` are decode steps (total = requests). Without any they cost a verify of one row per request; with those
+        of one number of requests, a share of it.
         """
         verify = Grid.fit(points)
         plain = list(plain)
@@ -261,10 +257,8 @@ class CostTable:
 
 
 class Correction:
-    """Measured over predicted seconds, by kind of round: "off", a drafter or an option.
-
-    A factor is the median of `RATIOS` rounds, within `BOUNDS`; it is 1 before `MIN_RATIOS`.
-    """
+    """Measured over predicted seconds, by kind of round ("off", a drafter or an option): the median of `RATIOS` rounds,
+    within `BOUNDS`; 1 before `MIN_RATIOS`."""
 
     # A stall (a prefill between, a garbage collection) moves a mean but not a median.
 
@@ -280,7 +274,7 @@ class Correction:
         self._factors.pop(kind, None)
 
     def factor(self, kind: str) -> float:
-        """Return measured over predicted seconds of that kind, by which predictions are multiplied."""
+        """Return the factor by which predictions of that kind are multiplied."""
         known = self._factors.get(kind)
         if known is None:
             ratios = self._ratios.get(kind, ())
@@ -290,10 +284,8 @@ class Correction:
 
 
 class OnlineCosts:
-    """Costs of one engine, measured while it runs.
-
-    Until there is a table, whoever asks must try the `wanted` windows. A table that was given is only corrected.
-    """
+    """Costs of one engine, measured while it runs. Without a table, try the `wanted` windows; a given table is only
+    corrected."""
 
     def __init__(self, table: CostTable | None = None) -> None:
         self._given = table
@@ -325,7 +317,7 @@ class OnlineCosts:
         return TRIED[(self._rounds + 1) % len(TRIED)] == 0
 
     def verify_curve(self, requests: int, max_rows: int) -> NDArray[np.float64]:
-        """Return the seconds of a forward for rows = requests, .., max_rows; do not write to it."""
+        """Return seconds of a forward for rows = requests, .., max_rows, read-only."""
         return self._curve(requests, max_rows)
 
     def plain_s(self, requests: int) -> float:
@@ -333,7 +325,7 @@ class OnlineCosts:
         return self._plain_s(requests) * self.correction.factor(OFF)
 
     def draft_s(self, drafter: str, requests: int) -> Callable[[int], float]:
-        """Return the seconds by depth; 0 for a drafter that was never measured."""
+        """Return the seconds by depth; 0 for an unmeasured drafter."""
         if drafter in self._known().drafters:
             return lambda depth: self._draft_s(drafter, requests, depth)
         latest = list(islice(reversed(self.drafts.get(drafter, ())), UNFITTED))
@@ -370,8 +362,8 @@ class OnlineCosts:
         self._seen(requests)
 
     def observe_plain(self, requests: int, *, round_s: float, predicted_s: float, after_another: bool = False) -> None:
-        """Note a plain round. `predicted_s`: uncorrected, or 0; `after_another`: right after another kind, some of
-        whose work it may have done; it then counts only if there is no other."""
+        """Note a plain round; `predicted_s`: uncorrected, or 0. Right `after_another` kind, some of whose work it may
+        have done, it counts only if there is no other."""
         if not after_another or not self.plain:
             self.plain.append((requests, requests, round_s))
             if predicted_s > 0:
@@ -454,7 +446,7 @@ def _value(model: tuple[float, float, float], requests: Number, per_request: Num
 
 
 def _fit_line(points: Sequence[Point]) -> tuple[float, float, float]:
-    """Return (c0, c1, c2) >= 0 with the least sum of ((c0 + c1 requests + c2 total) / seconds - 1)^2."""
+    """Return (c0, c1, c2) >= 0 of least sum ((c0 + c1 requests + c2 total) / seconds - 1)^2."""
     seconds_P = np.array([p[2] for p in points])
     terms_P3 = np.array([(1.0, p[0], p[1]) for p in points]) / seconds_P[:, None]
     # The optimum is the plain least-squares solution on the terms that it uses: one of seven sets.

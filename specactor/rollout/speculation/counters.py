@@ -17,8 +17,6 @@ PRIOR_DRAFTS = 64
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """What happened since the last report."""
-
     rounds: int = 0
     speculative_rounds: int = 0
     """Rounds with any draft token."""
@@ -85,10 +83,8 @@ class Counts(msgspec.Struct, kw_only=True):
         _add_at(self.accepted_at, accepted)
 
     def beside(self, first: int, drafted: int, accepted: int, *, is_first: bool = False) -> None:
-        """Count a request's draft tokens from position `first` on, in a round that another drafter leads.
-
-        `is_first`: nobody drafted for it before.
-        """
+        """Count a request's draft tokens from position `first` on, in another drafter's round. `is_first`: nobody
+        drafted for it before."""
         self.verifies += is_first
         self.emitted += accepted + is_first
         self.drafted += drafted

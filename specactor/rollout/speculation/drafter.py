@@ -1,7 +1,7 @@
 """The interface of a draft method.
 
-Invariant: a drafter changes speed and never a token. What it proposes is kept only where it equals the target's own
-sample, and an exception costs its drafts.
+Invariant: a drafter changes speed and never a token: what it proposes is kept only where it equals the target's own
+sample.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HISTORY_TOKENS = 1_000_000
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DraftSequence:
-    """A running request, up to where it is to be drafted from. Drafters only read it."""
+    """A running request, up to where to draft from. Drafters only read it."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -31,11 +31,11 @@ class DraftSequence:
 
 
 class Drafter(ABC):
-    """A draft method. One object serves all requests of an engine, from one thread. Each rank has its own; those that
-    draft first are told and asked on rank 0 alone.
+    """A draft method. An exception costs its drafts. One object per rank serves all requests of an engine, from one
+    thread; those that draft first are told and asked on rank 0 alone.
 
     A drafter over text (`drafts_first`, not `drafts_ahead`) hears of all requests, in plain decoding when they end;
-    others only of those that they are asked for. Both hear of them before they are asked.
+    others only of those that they are asked for, before they are.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Drafter(ABC):
 
     @property
     def version(self) -> int:
-        """Version of its own weights; after a change, what is known of its acceptance counts less."""
+        """Version of its weights; a change discounts what is known of its acceptance."""
         return 0
 
     def is_there(self) -> bool:
@@ -65,7 +65,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
-        """Return for each sequence at most `windows[i]` tokens, 0 or more, that may follow its output."""
+        """Return for each sequence at most `windows[i]` tokens that may follow its output."""
 
     def open(self, sequence: DraftSequence) -> None:  # noqa: B027  (optional)
         """A request starts; nothing of it was committed yet."""
@@ -77,7 +77,7 @@ class Drafter(ABC):
         """The request has ended, or was aborted."""
 
     def led(self, round_s: float) -> None:  # noqa: B027  (optional)
-        """A round that it led has ended; the seconds include those of `propose`."""
+        """A round that it led has ended, after `round_s` with `propose`."""
 
     def policy_changed(self) -> None:  # noqa: B027  (optional)
         """The target has new weights; no request is running."""

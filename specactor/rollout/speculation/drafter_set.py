@@ -1,9 +1,8 @@
-"""The drafters of an engine: what each is told of its requests, and what it drafts.
+"""The drafters of an engine: what each is told, and what it drafts.
 
-Invariants: a drafter that is asked for a request knows its text up to where it is to draft from; it hears of a request
-in order (open, commit, close), and of each token once. On ranks that do not decide, those that draft first are told
-nothing, since nobody asks them there. One that raises loses its drafts; after `FAILURES` times it is not asked again.
-What is wrong with a drafter is counted and logged.
+Invariants: a drafter knows the text up to where it drafts from; it hears of a request in order (open, commit, close),
+and of each token once; one that raises loses its drafts, and after `FAILURES` times is asked no more. Problems are
+counted and logged.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ class DrafterSet:
         self._missed = 0 if there else self._missed + 1
 
     def listen(self, now_s: float) -> None:
-        """Hear drafters elsewhere in a plain round, so that they are there when they are looked for."""
+        """Hear drafters elsewhere in a plain round, so that they are there when needed."""
         if now_s >= self._listen_s:
             self._listen_s = now_s + LISTEN_EVERY_S
             for name, drafter in self.drafters.items():
@@ -160,7 +159,6 @@ class DrafterSet:
     # ------------------------------------------------------------------------------------------------ what is drafted
 
     def draft(self, name: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
-        """Return at most `windows[i]` tokens of one drafter for each sequence."""
         drafts: list[list[int]] = [[] for _ in sequences]
         drafter = self.drafters[name]
         if not any(windows) or self._failures[name] >= FAILURES:
@@ -178,7 +176,7 @@ class DrafterSet:
         return drafts
 
     def first(self, sequences: Sequence[DraftSequence], windows: Sequence[int], *, ahead: int | None = None) -> Drafts:
-        """Return the drafts of those that draft first; of those that draft ahead, for the first `ahead` requests."""
+        """Return drafts of those that draft first; of those ahead, for the first `ahead` requests."""
         found: Drafts = {}
         for name, drafter in self.drafters.items():
             if drafter.drafts_first and name in self.there:
@@ -187,7 +185,7 @@ class DrafterSet:
         return found
 
     def hindsight(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> None:
-        """Learn from what drafters over text draft from some tokens ago, before they hear of what was emitted since."""
+        """Learn from what drafters over text draft from some tokens ago, before they hear of those since."""
         requests = [self._running[sequence.request_id] for sequence in sequences]
         self._tell(requests, "text", but=self.config.max_window)
         for name in [drafter.name for drafter in self._by_kind["text"] if drafter.name in self.there]:
@@ -238,7 +236,7 @@ class DrafterSet:
     # ------------------------------------------------------------------------------------------- what goes wrong
 
     def call(self, drafter: Drafter, action: Callable[..., object], *args: object) -> None:
-        """Call a drafter; if it raises, it loses its drafts and no more."""
+        """Call a drafter, which loses its drafts if it raises."""
         name = drafter.name
         if self._failures[name] >= FAILURES:
             return
@@ -259,7 +257,7 @@ class DrafterSet:
             self._tell_problem(drafter, f"failed {FAILURES} times, and is not asked again")
 
     def _usable(self, drafter: Drafter, drafts: list[list[int]], proposed: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return what may be verified of `drafts`, which are the `proposed` ones, cut to their windows."""
+        """Return what may be verified of drafts, which are the `proposed` ones, cut."""
         tokens = list(chain.from_iterable(drafts))
         if sum(map(len, proposed)) == len(tokens) and existing(tokens, self.vocab_size) is tokens:
             return drafts
@@ -285,7 +283,7 @@ def _kind(drafter: Drafter) -> _Kind:
 
 
 def _what(token: object) -> str:
-    """Say what is wrong with a token, in the same words for all like it: a problem is logged once."""
+    """Say what is wrong with a token, alike for all such: a problem is logged once."""
     if not isinstance(token, int):
         return f"a {type(token).__name__}, which is no token"
     return "a negative token" if token < 0 else "a token beyond the vocabulary"

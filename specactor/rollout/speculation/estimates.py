@@ -1,7 +1,7 @@
 """What an engine knows of its drafters and rounds. PURE: seconds are passed in.
 
-A round is counted once, under the drafter that leads it, or OFF. Drafting is timed without catching up, and plain
-decoding without looks.
+A round counts once, under the drafter that leads it, or OFF. Drafting is timed without catching up, plain decoding
+without looks.
 """
 
 from __future__ import annotations
@@ -104,10 +104,8 @@ class Estimates:
     def _tree_round(
         self, decision: Decision, sequences: Sequence[DraftSequence], accepted: Sequence[Sequence[int]]
     ) -> tuple[list[int], list[int], int]:
-        """Count a round of several drafters.
-
-        Returns what the leader drafted, and had accepted, for its own requests, and the total of all drafters.
-        """
+        """Count a round of several drafters. Returns what the leader drafted, and had accepted, for its own requests,
+        and all drafters' total."""
         names = [decision.drafter, *decision.beside]
         drafts = list(zip(decision.drafts, *decision.beside.values(), strict=True))
         credits = [credits_of(of_request, right) for of_request, right in zip(drafts, accepted, strict=True)]

@@ -1,10 +1,7 @@
-"""Fastest-of-N (Algorithm 3 of 2511.16193): requests that accept least get further draft methods, in one tree. PURE.
+"""Fastest-of-N (Algorithm 3 of 2511.16193): requests that accept least get further methods, in one tree. PURE.
 
-A draft's *own* tokens, which no earlier draft has, can be accepted only where the target disagrees with all earlier
-drafts, so their acceptance is estimated from rounds in which it did.
-
-Invariants: a request has each method once, and at most `most`; a tree has at most `max_window` draft tokens, all trees
-at most `max_branches` branches; the probabilities of what follows a token add up to at most its own.
+Invariants: a request has a method once, and at most `most`; a tree has at most `max_window` tokens, all at most
+`max_branches` branches; probabilities after a token add up to at most its own.
 
 Shape legend: B requests, W windows 1..max_window, M methods.
 """
@@ -43,7 +40,7 @@ def best_window(rate: float, costs: LiveCosts) -> int:
 
 
 def gain_after(waking: float, left: float, faster: float) -> float:
-    """Return the speed-up of a request with `left` tokens to go, `faster` times as fast after `waking` of them."""
+    """Return the speed-up of a request with `left` tokens, `faster` times as fast after `waking` of them."""
     assert waking >= 0, waking
     assert left > 0, left
     assert faster >= 1, faster
@@ -57,7 +54,7 @@ def _by_window(rate: float, costs: LiveCosts, mode: Mode) -> Floats:
 
 
 def combined(survival_MW: Floats, *, alike: float) -> Floats:
-    """Return [W]: P(at least one method has its first j draft tokens accepted).
+    """Return [W]: P(some method has its first j draft tokens accepted).
 
     `alike` 0: methods agree with the target independently; 1: where the best fails all fail; linear in between.
     """
@@ -71,10 +68,10 @@ def combined(survival_MW: Floats, *, alike: float) -> Floats:
 def further(
     owners: Sequence[str], drafts: Drafts, own: Mapping[str, Floats], *, ranked: Sequence[str], most: int
 ) -> list[list[str]]:
-    """Return each request's methods, its own first; a request without an owner (OFF) gets none.
+    """Return each request's methods, its own first; none without an owner (OFF).
 
     Args:
-        own: per method [B][W], survivals, 0 behind the ends of drafts.
+        own: survivals by method [B][W], 0 behind the ends of drafts.
         ranked: methods, the best first.
         most: methods per request.
     """
@@ -87,7 +84,7 @@ def further(
 
 
 def fitted(drafts: Mapping[str, Sequence[Sequence[int]]], *, max_tokens: int, max_branches: int) -> Drafts:
-    """Cut drafts to what trees can hold; drafters without any are left out."""
+    """Cut drafts to what trees can hold; leave out empty drafters."""
     names = [name for name, lists in drafts.items() if any(lists)]
     of_requests = list(zip(*(drafts[name] for name in names), strict=True))
     out: Drafts = {name: [] for name in names}
@@ -164,7 +161,7 @@ class Candidates:
 def candidates(
     drafts: Drafts, alone: Mapping[str, Floats], after: Mapping[str, Floats], *, max_tokens: int, max_branches: int
 ) -> Candidates:
-    """`alone`, `after`: survivals by method [B][W], of its drafts alone, and where all earlier ones err."""
+    """`alone`, `after`: as of `survivals`, by method [B][W]."""
     requests = len(next(iter(drafts.values())))
     drafts = fitted(drafts, max_tokens=len(drafts) * max_tokens, max_branches=max_branches)
     names = list(drafts)
@@ -186,7 +183,7 @@ def candidates(
 
 
 def _in_order(names: Sequence[str], rows: Sequence[list[float]]) -> tuple[list[float], list[str]]:
-    """Return (probabilities, whose) of all own tokens, best first; a token never comes before its parent."""
+    """Return (probabilities, whose) of all own tokens, best first, parents before."""
     pairs = [(-p, name) for name, own in zip(names, rows, strict=True) for p in own]
     pairs.sort(key=itemgetter(0))  # stable
     return [-p for p, _ in pairs], [name for _, name in pairs]

@@ -1,7 +1,5 @@
-"""Drafts what a prompt and seed gave when they were last sampled, at the same positions.
-
-The noise of a seed and position favours the same token again (common random numbers; PEGASUS, Ng and Jordan 2000), also
-after the texts have differed.
+"""Drafts what a prompt and seed gave when last sampled, at the same positions: the noise favours the same token again
+(common random numbers; PEGASUS, Ng and Jordan 2000), also after the texts have differed.
 
 Invariants: a draft is of the same prompt and seed; at most `max_bytes` are held, what ended first goes first; a new
 policy changes nothing.

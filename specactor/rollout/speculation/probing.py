@@ -1,9 +1,7 @@
 """Looks: drafts are compared with what is emitted, unverified, to notice a drafter that has become good. PURE.
 
-Invariants: the first look comes after LOOK_EVERY plain rounds; intervals then double up to LOOK_AT_LEAST_EVERY, or are
-so long that looks take LOOK_SHARE of the time, up to MAX_REST. New requests, or half as many, bring the next look
-forward to SOON rounds, within that share. With at most FEW requests, after drafts were accepted, MOST_AGAIN looks may
-come in every round, while each takes at most AGAIN_SHARE of a plain one. Only the past is used.
+Invariants: intervals double from LOOK_EVERY plain rounds to LOOK_AT_LEAST_EVERY, or are so long that looks take
+LOOK_SHARE of the time, up to MAX_REST; new requests shorten them to SOON, within that share. Only the past is used.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ class Look(NamedTuple):
 
 
 class Looks:
-    """Drafts that are compared once enough was emitted; those of a request are of one round."""
+    """Drafts to compare once enough is emitted; a request's are of one round."""
 
     def __init__(self) -> None:
         self.pending: dict[str, dict[str, Look]] = {}
@@ -87,7 +85,7 @@ class Looks:
 
 
 class BackOff:
-    """When to look again: ever more seldom, for at most a share of the time."""
+    """When to look again: ever more seldom."""
 
     def __init__(self) -> None:
         self._again = 0
@@ -97,7 +95,7 @@ class BackOff:
         self._again = MOST_AGAIN
 
     def restart(self) -> None:
-        """Drafting pays, or may: look soon when decoding is plain again."""
+        """Drafting pays, or may: look soon in plain decoding."""
         self._rounds, self._interval, self._pause, self._least = 0, LOOK_EVERY, LOOK_EVERY, 0
         self._requests = 0
         self._end_look()
@@ -133,7 +131,7 @@ class BackOff:
         self._tries, self._look_s, self._was_long = 0, 0.0, False
 
     def count_round(self, requests: int) -> bool:
-        """Count a plain round of so many requests. Returns whether to look in it."""
+        """Count a plain round. Returns whether to look in it."""
         self._rounds += 1
         self._requests = max(self._requests, requests)
         if 2 * requests <= self._requests:  # what does not pay for many may pay for few
@@ -158,9 +156,8 @@ class BackOff:
 class Promises:
     """What drafters elsewhere usually promise.
 
-    After a rejection a request has no drafts for a round or two, for which alone plain decoding looks best: where a
-    drafter promises less than usual, what is usual counts. One that has stopped drafting is left within
-    6 * `PROMISED_ROUNDS`.
+    After a rejection a request has no drafts for a round or two: where a drafter promises less than usual, the usual
+    counts. One that has stopped drafting is left within 6 * `PROMISED_ROUNDS`.
     """
 
     def __init__(self) -> None:

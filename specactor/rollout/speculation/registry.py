@@ -17,10 +17,8 @@ OVER_TEXT: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in (Suf
 
 
 def make_drafters(config: SpeculationConfig, *, connect: Callable[[str], Drafter] | None = None) -> list[Drafter]:
-    """Make the configured drafters. Raises ConfigError for a name that is not known or cannot be loaded.
-
-    `connect` makes those in processes; None: there are none.
-    """
+    """Make the configured drafters. Raises ConfigError for one that is unknown or cannot be loaded. `connect` makes
+    those in processes, if any."""
     return [_make(name, connect) for name in config.draft_methods]
 
 

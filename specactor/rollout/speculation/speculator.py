@@ -1,10 +1,7 @@
-"""Decides, round by round, what is drafted for which request, and learns what became of it.
+"""Decides, round by round, what is drafted for which request, and learns from it, on one rank of an engine.
 
-Invariants: `decide` uses earlier rounds alone; a drafter that raises costs its drafts and nothing else; whatever is
-decided, tokens are the target's.
-
-One rank of an engine decides. A drafter that computes on all ranks together (not `drafts_first`) drafts in `draft`,
-which all of them call with the same arguments.
+Invariants: `decide` uses earlier rounds alone; whatever is decided, or goes wrong in a drafter, tokens are the
+target's.
 """
 
 from __future__ import annotations
@@ -80,10 +77,8 @@ class Speculator:
         self.drafter_set.policy_changed()
 
     def decide(self, sequences: Sequence[DraftSequence], limits: Sequence[int], *, max_branches: int = 0) -> Decision:
-        """Draft at most `limits[i]` tokens for request i; none where verifying would not pay.
-
-        `max_branches`: of all trees together; 0: trees are chains.
-        """
+        """Draft at most `limits[i]` tokens for request i; none where verifying would not pay. `max_branches`: of all
+        trees; 0: chains."""
         caps = [max(0, min(limit, self.config.largest_window)) for limit in limits]
         started = self._clock()
         self.estimates.looked(self._looks.over())
@@ -120,8 +115,8 @@ class Speculator:
 
     @property
     def plain_rounds_ahead(self) -> int:
-        """Return how many rounds, from the next on, will be plain, whatever comes. `decide` need not be asked, and
-        nothing committed, until they are over."""
+        """Return how many rounds, from the next on, will be plain whatever comes; until then `decide` and commits can
+        wait."""
         if not self.drafter_set.there:
             return self.drafter_set.plain_rounds_ahead
         if self.config.window:
@@ -143,7 +138,7 @@ class Speculator:
         self.estimates.plain_round(requests, round_s=round_s, predicted_s=self._decision.predicted_s)
 
     def draft(self, drafter: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
-        """Draft what a decision left to all ranks together; those that did not decide must call it, too."""
+        """Draft what a decision left to all ranks together, which must all call it alike."""
         started = self._clock()
         self.drafter_set.tell(sequences)
         drafts = self.drafter_set.draft(drafter, sequences, windows)
@@ -153,7 +148,7 @@ class Speculator:
         return drafts
 
     def learn(self, sequences: Sequence[DraftSequence], accepted: Sequence[Sequence[int]], *, round_s: float) -> None:
-        """Learn from the last `decide`: `accepted` draft tokens per request, and seconds of the whole round."""
+        """Learn from the last `decide`: accepted tokens per request, seconds of the whole round."""
         decision = self._decision
         self.estimates.round(decision, sequences, accepted, round_s=round_s, is_steady=self._is_steady)
         if any(accepted):
@@ -209,7 +204,7 @@ class Speculator:
         return may and self.planner.may_stop and self.planner.current == OFF
 
     def _waited_for(self) -> Collection[str]:
-        """Drafters whose drafts this round would verify; nobody waits for a look."""
+        """Drafters whose drafts this round would verify, not look at."""
         if not self._chooses_by_cost:
             return () if self._may_rest() else self.drafters
         if self.planner.current == OFF:

@@ -1,13 +1,10 @@
-"""Drafts from text that was generated before, by the request, its group (equal prompts) and others.
+"""Drafts what most often followed the longest n-gram that ends the text, in earlier text of the request, its group
+(equal prompts) and others (SuffixDecoding, arXiv 2411.04975; DAS, arXiv 2511.13841).
 
-A draft is what most often followed the longest n-gram that ends the text (SuffixDecoding, arXiv 2411.04975; DAS, arXiv
-2511.13841). N-grams are one table, filled and asked for all requests of a round at once.
+Invariants: a draft has at most `TOKENS_PER_MATCH` tokens per matching one; `max_tokens` are held, of which the oldest
+half goes; equal calls draft equally; a new policy changes nothing.
 
-Invariants: a draft has at most `TOKENS_PER_MATCH` tokens per token of its match; at most `AT_ONCE` tokens wait to be
-entered, also while nobody verifies; at most `max_tokens` are held, of which the oldest half goes; equal calls give
-equal drafts; a new policy changes nothing.
-
-Shape legend: P new tokens, B requests, N the longest n-gram, K kinds of n-grams, W window.
+Shape legend: P new tokens, B requests, N longest n-gram, K kinds of n-grams, W window.
 """
 
 from __future__ import annotations
@@ -146,7 +143,7 @@ class SuffixDrafter(Drafter):
         self._num_pending += len(tokens)
 
     def _thin(self) -> None:
-        """Keep half of what may be pending, the newest tokens of each request; each is a text of its own then."""
+        """Keep half of what may be pending, each request's newest tokens, each as a text of its own."""
         share = min(AT_ONCE, len(self._token) // 2) // (2 * len(self._pending))
         for row, pending in list(self._pending.items()):
             if len(pending) > share:

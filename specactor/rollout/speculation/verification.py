@@ -1,10 +1,9 @@
 """What is verified in a round, and what of it is kept. PURE.
 
-A request's rows are its last committed token (the root) and its draft tokens, parents first. The target's answer to a
-row is the token that it samples after its path, with the noise of (request seed, position).
+A request's rows are its last committed token (the root) and its draft tokens, parents first; one that several drafts
+share is one row, credited to the first of them.
 
-Invariants: samples along `accepted_path` are exactly the tokens that decoding one at a time would have emitted; a token
-that several drafts share is one row, and the credit of the first of them.
+Invariant: the target's samples along `accepted_path` are exactly what decoding one at a time would have emitted.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ Drafts = dict[str, list[list[int]]]
 
 
 class DraftTree(NamedTuple):
-    """Draft tokens of one request."""
-
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     """Row of each token's parent, smaller than its own: 0 is the root, 1 the first draft token."""
@@ -64,10 +61,8 @@ def merged(drafts: Sequence[Sequence[int]]) -> DraftTree:
 
 
 def held(drafts: Sequence[Sequence[int]], *, max_tokens: int, max_branches: int) -> tuple[list[int], int]:
-    """Return (tokens that a bounded tree has of each draft, an upper bound of its branches).
-
-    Drafts are cut where they exceed `max_tokens`, or need one more than `max_branches` branches.
-    """
+    """Return (tokens that a bounded tree has of each draft, an upper bound of its branches); drafts are cut to both
+    limits."""
     grown = _Growing(max_tokens, max_branches)
     return [grown.add(draft) for draft in drafts], grown.branches
 
@@ -161,7 +156,7 @@ class Decision:
 
 
 class Credit(NamedTuple):
-    """What a draft of a tree brought that earlier ones did not."""
+    """What a draft of a tree brought beyond earlier ones."""
 
     first: int
     """Tokens that it shares with an earlier draft."""
@@ -193,7 +188,7 @@ def credits_of(drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> list
 
 
 def existing(tokens: list[int], vocab_size: int | None) -> list[int]:
-    """Return the tokens before the first that is none; vocab_size None: all but negative ones exist."""
+    """Return the tokens before the first invalid one; vocab_size None: negative ones are invalid."""
     size = sys.maxsize if vocab_size is None else vocab_size
     if not tokens or ({*map(type, tokens)} == {int} and min(tokens) >= 0 and max(tokens) < size):
         return tokens

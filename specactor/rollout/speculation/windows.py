@@ -1,12 +1,9 @@
 """Chooses draft windows, and the drafter, by predicted speed. PURE.
 
-B requests with windows w_i emit sum_i (1 + sum_{j <= w_i} s_ij) tokens on average, s_ij = P(the first j draft tokens of
-request i are accepted), in verify_s(B, sum_i (1 + w_i)) + draft_s(max_i w_i) seconds.
+Invariants: no windows are predicted faster, if draft_s does not fall with depth; under one depth the fewest rows among
+equals are chosen, of small j first, then of small i; higher survivals never lower that speed.
 
-Invariants: no windows have a higher predicted speed, if draft_s does not fall with depth; under one depth the fewest
-rows among equals are chosen, of small j first, then of small i; higher s_ij never lower that speed.
-
-Shape legend: B requests, W max_window, N rows beyond the first of each request, in order of choice.
+Shape legend: B requests, W max_window, N rows beyond each request's first.
 """
 
 from __future__ import annotations
@@ -79,14 +76,14 @@ def best_windows(
     draft_s: Callable[[int], float],
     drafted: Sequence[bool] = (),
 ) -> Choice:
-    """Return the windows of highest predicted speed.
+    """Return the windows w of highest predicted speed: sum_i (1 + sum_{j <= w_i} s_ij) tokens in verify_s(B, sum_i (1 +
+    w_i)) + draft_s(max_i w_i) seconds.
 
     Args:
-        survival_BW: P(the first j draft tokens are accepted).
+        survival_BW: s_ij = P(the first j draft tokens of request i are accepted).
         lengths: bounds of the windows.
-        verify_N1: seconds with 0, 1, .. rows beyond the first of each request; more rows are not looked at.
-        draft_s: seconds of drafting by depth, 0 included.
-        drafted: requests whose drafts are there and cost nothing; empty: none.
+        verify_N1: verify_s with 0, 1, .. rows; more are not looked at.
+        drafted: requests whose drafts are there and cost nothing.
     """
     assert lengths
     num_requests = len(lengths)
@@ -128,7 +125,7 @@ def whole_drafts(
     draft_s: Callable[[int], float],
     drafted: Sequence[bool] = (),
 ) -> Choice:
-    """Return windows of all that was drafted; arguments are those of `best_windows`."""
+    """Return windows of all that was drafted; see `best_windows`."""
     depth = max(0 if there else length for length, there in zip(lengths, drafted or repeat(False), strict=False))
     survival_N, _ = _rows_in_order(survival_BW, lengths)
     return Choice(
@@ -141,10 +138,9 @@ def whole_drafts(
 def choose(
     options: Mapping[str, Option], *, requests: int, plain_s: float, current: str = OFF, margin: float = CHANGE_MARGIN
 ) -> Choice:
-    """Return the fastest of the options and plain decoding, of corrected `plain_s` a step. Another drafter must be
-    faster than `current`, the last round's, by `margin`; plain decoding need not, and wins among equals, then the first
-    name. A drafter counts as fast as now or as `usual`, so what is chosen may have windows of 0. Seconds of the Choice
-    are corrected."""
+    """Return the fastest of the options and plain decoding, with corrected seconds. Another drafter than `current` must
+    be faster by `margin`; plain decoding need not, and wins among equals, then the first name. What counts as fast as
+    `usual` may have windows of 0."""
     assert requests >= 1, requests
     assert plain_s > 0, plain_s
     assert margin >= 0, margin

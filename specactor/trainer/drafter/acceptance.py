@@ -74,9 +74,8 @@ def noise_given(logp_NV: Tensor, tokens_N: Tensor, chance: torch.Generator) -> T
 
 
 def accept_length(agrees: Sequence[NDArray[np.bool_]], window: int) -> float:
-    """Return emitted / verifies, where a verify accepts at most `window` tokens and adds one. `agrees` has for each
-    response [tokens, depths]: whether the draft token is accepted, by the number drafted before it in the same
-    verify."""
+    """Return emitted / verifies, where a verify accepts at most `window` tokens and adds one. `agrees`: per response
+    [tokens, depths], whether the token is accepted, by those drafted before it in the verify."""
     emitted = verifies = 0
     for response in agrees:
         at, (length, depths) = 0, response.shape
@@ -100,8 +99,8 @@ def with_top_k(
     tokens_per_pass: int = 4096,
     go_on: Callable[[], bool] = lambda: True,
 ) -> list[TrainingExample]:
-    """Return the examples, longest first, with the target's top-k and its hidden states after these layers. It ends
-    early when `go_on` is false."""
+    """Return the examples, longest first, with the target's top-k and hidden states after these layers, until `go_on`
+    is false."""
     made = []
     for members, batch in _passes(examples, tokens_per_pass):
         if not go_on():

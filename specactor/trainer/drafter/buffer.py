@@ -59,7 +59,7 @@ def example_from(
 
 
 def checked(example: TrainingExample) -> TrainingExample:
-    """Return the argument. Raises DataError for an example that cannot be learned from."""
+    """Return the argument. Raises DataError for an unusable example."""
     if not 1 <= example.prompt_len < len(example.token_ids):
         raise DataError(
             f"example: got a prompt of {example.prompt_len} in {len(example.token_ids)} tokens, expected at least one "
@@ -88,10 +88,8 @@ def cut(example: TrainingExample, num_tokens: int) -> TrainingExample:
 
 
 class DraftBuffer:
-    """The buffer of one run, the same on every rank.
-
-    Examples longer than `max_example_tokens` are cut, or left out if their prompt is that long.
-    """
+    """The buffer of one run, the same on every rank. Examples over `max_example_tokens` are cut, or left out for their
+    prompt."""
 
     def __init__(self, *, max_tokens: int, half_life_steps: float, seed: int, max_example_tokens: int) -> None:
         self._max_tokens, self._half_life, self._seed = max_tokens, half_life_steps, seed
@@ -112,8 +110,7 @@ class DraftBuffer:
         return sum(len(example.token_ids) for example in self._examples)
 
     def fitting(self, examples: Sequence[TrainingExample]) -> tuple[list[TrainingExample], int]:
-        """Return (the examples as kept, how many were cut), and count those left out. Raises DataError as `checked`
-        does."""
+        """Return (the examples as kept, how many were cut), and count those left out. Raises as `checked`."""
         fit: list[TrainingExample] = []
         num_cut = 0
         for example in map(checked, examples):
@@ -127,7 +124,7 @@ class DraftBuffer:
         return fit, num_cut
 
     def add(self, examples: Sequence[TrainingExample]) -> None:
-        """Add the examples as far as they fit; the oldest leave. Raises DataError as `checked` does."""
+        """Add what fits of the examples; the oldest leave. Raises as `checked`."""
         self._examples += self.fitting(examples)[0]
         self._evict()
 
@@ -137,11 +134,8 @@ class DraftBuffer:
         return taken
 
     def draw(self, number: int, num_tokens: int) -> list[TrainingExample]:
-        """Return examples of at most `num_tokens` together, or one that is longer; [] when empty.
-
-        They are the same for the same `number` and content, drawn without replacement by exponential keys (Efraimidis
-        and Spirakis, Inf. Proc. Letters 97, 2006).
-        """
+        """Return examples of at most `num_tokens` together, or a longer one; [] when empty. They are drawn without
+        replacement by exponential keys (Efraimidis and Spirakis, Inf. Proc. Letters 97, 2006)."""
         if not self._examples:
             return []
         chance = np.random.default_rng([self._seed, number])
@@ -241,7 +235,7 @@ def example_of(line: RolloutLine) -> TrainingExample:
 
 def read_rollouts(paths: Sequence[Path]) -> list[RolloutLine]:
     """Return the responses with tokens in files, and in ``*.jsonl`` and ``step-*.bin`` of folders, by name. Raises
-    DataError for a file that is none, and where there is no response."""
+    DataError for an unreadable file, or no response."""
     files = [
         file
         for path in paths

@@ -100,8 +100,7 @@ Options = (
 
 
 def parse(argv: Sequence[str]) -> InitOptions | TrainOptions | EvalOptions:
-    """Return the options of a subcommand. Raises ConfigError for what is wrong; ``--help`` prints, and raises
-    SystemExit(0)."""
+    """Return a subcommand's options. Raises ConfigError; ``--help`` prints, and raises SystemExit(0)."""
     if not argv or argv[0] not in ("init", "train", "eval", "-h", "--help"):
         raise ConfigError.at("command", argv[0] if argv else "none", "init, train or eval", f"See {PROG} --help")
     with one_line_errors(argv, lambda token: f"unknown setting {token}. Those there are: {PROG} {argv[0]} --help"):
@@ -155,8 +154,8 @@ def run(argv: Sequence[str], console: Console) -> None:
 
 
 def train(options: TrainOptions) -> RefreshStats:
-    """Learn, write the draft model, and return what was done. Raises SpecActorError, and writes nothing, without data
-    or time for an update."""
+    """Learn, write the draft model, and return what was done. Raises SpecActorError, and writes nothing, without an
+    update."""
     settings = options.distillation
     init.check_out(options.out, options.draft, options.target, *options.rollouts)
     found = _examples(options.rollouts)
@@ -194,12 +193,9 @@ def learn(
     updates: int,
     group: dist.ProcessGroup | None = None,
 ) -> RefreshStats:
-    """Distil the target into the model, in this process or, with equal arguments, in all of `group`.
-
-    `limit_s` includes a pass of the target over the examples, which is not used where `settings.top_k` is 0 and the
-    model is no head. With `updates` the learning rate falls to a hundredth over so many; 0: as many as fit, at one
-    rate.
-    """
+    """Distil the target into the model, in this process or, with equal arguments, in all of `group`. `limit_s` includes
+    the target's pass over the examples. Over `updates` the learning rate falls to a hundredth; 0: as many as fit, at
+    one rate."""
     layers = model.layers_learned if isinstance(model, Head) else ()
     # A pass of the target takes a third of a head's update. It is made once where its states fit as they do in a run.
     num_tokens = min(settings.buffer_tokens, sum(len(example.token_ids) for example in examples))

@@ -1,10 +1,9 @@
-"""An EAGLE-3 head in plain PyTorch, trained over several drafted tokens.
+"""An EAGLE-3 head in plain PyTorch, trained over several drafted tokens (training-time test, Li et al., arXiv
+2503.01840). Pair i is token i + 1 with the target's hidden states at token i, later the head's own; it predicts token i
++ 2.
 
-Pair i is token i + 1 with the target's hidden states at token i; the head predicts token i + 2. In later steps its own
-hidden states, at the pair before, take the target's place (training-time test, Li et al., arXiv 2503.01840).
-
-Shapes: B texts, T tokens, P = T - 1 pairs, F hidden states of all layers, N heads, D head size, V vocabulary, W
-vocabulary of the head.
+Shapes: B texts, T tokens, P = T - 1 pairs, F hidden states of all layers, N heads, D head size, V vocabulary, W the
+head's.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(self._heads * self._size, config.hidden_size, bias=False)
 
     def forward(self, x_BPI: Tensor, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Append this step's keys and values [B, N, P, D] to `steps`."""
+        """Append this step's keys and values [B, N, P, D]."""
         p = x_BPI.shape[1]
         k = len(steps)
         query = self._turned(self._split(self.q_proj(x_BPI), self._heads))
@@ -187,8 +186,8 @@ class Head(nn.Module):
 
 
 def read_head(folder: Path, target: Any, embedding: Tensor) -> Head:
-    """Return the head in a folder, for a target with this transformers' config, and embedding [V, H] if it shares it.
-    Raises ConfigError where it does not fit."""
+    """Return the head in a folder, for a target with this transformers' config, whose `embedding` [V, H] it may share.
+    Raises ConfigError for an unfit one."""
     from safetensors.torch import load_file
 
     from specactor.trainer.drafter.init import the_transformers
@@ -249,8 +248,8 @@ def _refuse_others(config: Any) -> None:
 
 
 def make_head(target: Any, start: Eagle3Start) -> Head:
-    """Return a head that has learned nothing: it passes the last layer that it reads on to the target's last norm and
-    output projection."""
+    """Return a new head, which passes the last layer that it reads on to the target's last norm and output
+    projection."""
     from specactor.trainer.drafter.init import the_transformers
 
     source = target.config

@@ -27,8 +27,7 @@ DECAY = 0.8  # weight of a step beside the one before it, which more drafts reac
 
 
 def logprobs(target: Any, head: Head, batch: losses.Batch, *, steps: int) -> list[Tensor]:
-    """Return [N, V] of the target, then of every step of the head: -inf at tokens that it does not know, and at places
-    that it does not reach."""
+    """Return [N, V] of the target, then of every step of the head: -inf at tokens and places that it does not reach."""
     with torch.no_grad():
         features, logits = features_of(target, batch.tokens_BT, head.layers)
         made = [losses.draft_logprobs(logits.flatten(0, 1)[batch.row_N], batch.temperatures_N)]

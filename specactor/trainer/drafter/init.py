@@ -91,7 +91,7 @@ def new_draft(target: Path, start: Start) -> Any:
 
 
 def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
-    """Return a causal model in float32, leaving the random state alone. Raises ConfigError where there is none."""
+    """Return a causal model in float32; the random state stays. Raises ConfigError for none."""
     auto = the_transformers().AutoModelForCausalLM
     try:
         with torch.random.fork_rng(devices=[]):
@@ -106,8 +106,8 @@ def read_model(folder: Path, device: torch.device | str = "cpu") -> Any:
 
 
 def use_fused_attention(model: Any) -> None:
-    """Have PyTorch's fused attention on GPUs: in float32 it has none for grouped heads, and would keep every pair of
-    tokens for gradients."""
+    """Have PyTorch's fused attention on GPUs: in float32 it has none for grouped heads, and would keep all pairs of
+    tokens."""
     the_transformers().AttentionInterface.register(_FUSED, _attend)
     model.set_attn_implementation(_FUSED)
 
@@ -154,7 +154,7 @@ def read_fitting(folder: Path, policy: Any, device: torch.device | str) -> Any:
 
 
 def check_out(out: Path, *inputs: Path) -> None:
-    """Raise ConfigError where a model cannot be written, or would replace something else, or one of `inputs`."""
+    """Raise ConfigError where a model cannot be written, or would replace anything else or `inputs`."""
     if out.exists() and not (_is_empty(out) or _is_model(out)):
         raise ConfigError.at(
             "out",
@@ -181,8 +181,8 @@ def _is_model(folder: Path) -> bool:
 
 
 def write_model(model: Any, folder: Path, *, tokenizer: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write a model whole or not at all, in place of what was there; `weights` replace its own. Raises ConfigError as
-    `check_out` does, and OSError where the disk fails."""
+    """Write a model whole or not at all, over what was there; `weights` replace its own. Raises ConfigError as
+    `check_out`, OSError where the disk fails."""
     assert not dist.is_initialized() or dist.get_rank() == 0, "transformers writes nothing on other ranks, silently"
     check_out(folder)
     folder = folder.resolve()

@@ -1,4 +1,4 @@
-"""The draft model's loss: its distance from the policy, on padded batches of training examples.
+"""The draft model's loss: its distance from the policy, on padded batches.
 
 Invariant: an example's loss does not depend on its neighbours.
 
@@ -45,11 +45,8 @@ class Batch:
 
 
 def plan_micro_batches(lengths: Sequence[int], ranks: int, capacity: int) -> list[list[list[int]]]:
-    """Return per rank its micro-batches of indices; neighbours in length are together.
-
-    Every index is in one; rows * longest is at most `capacity`, or it is one example; all ranks have the same number,
-    some of them empty only where no other holds two examples.
-    """
+    """Return per rank its micro-batches of indices; neighbours in length are together. Rows * longest is at most
+    `capacity`, or it is one example; all ranks have the same number, empty only where none has two examples."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     made: list[list[int]] = []
     for i in order:
@@ -106,8 +103,8 @@ def draft_logprobs(logits_NV: Tensor, temperatures_N: Tensor) -> Tensor:
 
 
 def by_parts(losses_of: LossesOf, logits_MV: Tensor, row_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (loss [N], overlap [N]) by `losses_of` of these rows, which sees few at once, and again for their
-    gradient. That takes the place of the logits, which nobody else may use: backward passes are made once."""
+    """Return (loss [N], overlap [N]) by `losses_of` of these rows, a few at once. Their gradient takes the place of the
+    logits, which nobody else may use: backward passes are made once."""
     each = max(1, PART_LOGITS // logits_MV.shape[1])
     if len(row_N) <= each:
         return losses_of(logits_MV.index_select(0, row_N), slice(None))
@@ -157,8 +154,8 @@ def token_losses(logq_NV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def forward_kl(logq_NV: Tensor, top_tokens_NK: Tensor, top_logp_NK: Tensor) -> Tensor:
-    """[N] KL(p, q) over the K tokens and one for all others: never more than over the vocabulary, equal for K = V, 0
-    only where q = p on the K tokens."""
+    """[N] KL(p, q) over the K tokens and one for all others: at most the vocabulary's, equal for K = V, 0 only where q
+    = p on the K."""
     logq_NK = logq_NV.gather(1, top_tokens_NK)
     logp_NK = top_logp_NK.float()
     kl_N = (logp_NK.exp() * (logp_NK - logq_NK)).sum(1)

@@ -1,7 +1,7 @@
 """The draft model in a run: it learns after a step, reaches whoever drafts, and is in checkpoints.
 
 Invariants: every rank calls the same methods with the same values; the policy's tokens, rewards and losses are those of
-a run without it; after `save` and `load` it goes on as if it had not stopped.
+a run without it; after `save` and `load` it goes on as before.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TimeAccount:
     owed_s: float = 0.0
 
     def limit_s(self, share_s: float, spent_s: float) -> float:
-        """Return the seconds left to learn in, of this refresh's share, when it has spent so many."""
+        """Return the seconds left to learn in, of this refresh's share less `spent_s`."""
         return max(0.0, share_s - spent_s - self.push_s - self.owed_s)
 
     def ended(self, share_s: float, took_s: float) -> None:
@@ -55,9 +55,8 @@ class TimeAccount:
 
 
 class Distillation:
-    """A refresh that fails leaves the weights there are; whoever refuses a push keeps its own and is asked again. Only
-    torch.OutOfMemoryError ends the run, since others wait for that rank. Refreshes keep to their share of the steps if
-    they spend at most half of it beside learning."""
+    """A refresh that fails leaves the weights there are; whoever refuses a push is asked again. Only
+    torch.OutOfMemoryError ends the run, since others wait for that rank. Refreshes keep to their share of the steps."""
 
     def __init__(
         self,
@@ -75,11 +74,9 @@ class Distillation:
         """Read the draft model. Collective. Raises ConfigError for one that does not fit.
 
         Args:
-            recorder_of: makes the recorder of the policy's top-k, and of the outputs of these layers.
+            recorder_of: makes the recorder of the policy's top-k and these layers' outputs.
             policy: transformers' config.
-            engines: returns those of this rank that hold a draft model.
-            processes: its drafter processes.
-            note: prints.
+            engines: those of this rank with a draft model.
         """
         self.config = DraftTrainingConfig.of(config.distillation)
         self._collective = collective
@@ -104,8 +101,8 @@ class Distillation:
     def refresh(
         self, sequences: Sequence[TrainSequence], *, version: int, step_s: float, is_last: bool
     ) -> dict[str, float]:
-        """Remember an RL step, and learn unless it is the last; return metrics. Collective. `sequences` are as the
-        policy learned from them, `version` is of the policy that sampled them, and `step_s` is this rank's."""
+        """Remember an RL step, and learn unless it is the last; return metrics. Collective. `version` is of the policy
+        that sampled `sequences`, `step_s` this rank's."""
         began_s, num_cut = self._clock(), self._remember(sequences, version)
         share_s = max(0.0, step_s) * self.config.refresh
         limit_s = self._account.limit_s(share_s, self._clock() - began_s)
@@ -180,7 +177,7 @@ class Distillation:
                 self._collective.together("checkpoint", write)
 
     def load(self, checkpoint: Path) -> None:
-        """Load from a checkpoint; start anew if it has no draft model. Collective."""
+        """Load from a checkpoint, or start anew without one. Collective."""
         folder = checkpoint / FOLDER
         if self._collective.any(not folder.is_dir()):
             self._note(f"{checkpoint} holds no draft model: it starts from {self._folder}")
@@ -263,7 +260,7 @@ class Distillation:
     @contextmanager
     def _on_device(self) -> Iterator[None]:
         """Have the draft model where it learns; else engines have that memory. After an error, which ends the run,
-        nothing is waited for: other ranks may be in a collective."""
+        nothing waits for other ranks."""
         self.drafter.reload()
         yield
         self._leave_device()

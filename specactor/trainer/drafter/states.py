@@ -38,8 +38,8 @@ class StateRecorder:
         device: torch.device,
         part: tuple[int, int],
     ) -> None:
-        """`modules_of` returns Megatron's modules of a layer; `part` is this tensor-parallel rank, and how many divide
-        positions."""
+        """`modules_of` returns a layer's Megatron modules; `part` is (tensor-parallel rank, how many divide
+        positions)."""
         self._hidden, self._device = hidden_size, device
         self._num_features = len(layers) * hidden_size
         self._max_tokens = min(max_tokens, MAX_BYTES // (self._num_features * STATES.itemsize))
@@ -72,7 +72,7 @@ class StateRecorder:
 
     @contextmanager
     def forward(self, batch: MicroBatch) -> Iterator[None]:
-        """Enclose a chunk's forward pass; one that is made again is not kept."""
+        """Enclose a chunk's forward pass; a repeated one is not kept."""
         rows_T = self._row_of[batch.text_T.clamp(min=0)].masked_fill(batch.text_T < 0, -1)
         if self._parts > 1:
             rows_T = rows_T.chunk(self._parts)[self._tensor_rank]

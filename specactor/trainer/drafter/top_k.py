@@ -32,7 +32,7 @@ def vocab_parallel_top_k(
     logits_TV: Tensor, k: int, *, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Return (ids [T, K] int64, log-probabilities [T, K] float32) of softmax(logits / temperature), best first, on
-    every rank of `group` (None: this rank holds all). K is `k`, or the vocabulary if that is smaller."""
+    every rank of `group` (None: this one holds all), K <= `k`."""
     if group is not None and dist.get_world_size(group) == 1:
         group = None
     ranks = 1 if group is None else dist.get_world_size(group)
@@ -77,7 +77,7 @@ class TopKRecorder:
         group: dist.ProcessGroup | None,
         states: StateRecorder | None = None,
     ) -> None:
-        """`vocab_size` is of all ranks of `group`, which share it (None: this rank holds all)."""
+        """`vocab_size` is of all ranks of `group` (None: this one holds all)."""
         self.states = states
         self._k, self._temperature, self._group = k, temperature, group
         self._vocab_size, self._device = vocab_size, device

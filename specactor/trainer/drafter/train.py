@@ -1,8 +1,8 @@
-"""The drafter trainer: the draft model learns from the buffer for a bounded time, after RL steps.
+"""The draft model learns from the buffer for a bounded time, after RL steps.
 
 Invariants: losses do not depend on the number of ranks (up to float32 rounding), and all stop at the same micro-batch;
-the process's random state is neither read nor moved; an update is made whole or not at all; after `save` and `load`
-training goes on as before.
+the process's random state stays; an update is made whole or not at all; after `save` and `load` training goes on as
+before.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Deadline:
     def __init__(
         self, clock: Clock, limit_s: float, *, expected_s: float, group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        """`expected_s` is of the first micro-batch; the ranks of `group` agree (None: one rank)."""
+        """`expected_s` is of the first micro-batch; `group` None: one rank."""
         self._clock, self._limit_s, self._group, self._device = clock, limit_s, group, device
         self._start_s, self._longest_s, self._began_s = clock(), expected_s, 0.0
         self.total_s = 0.0
@@ -83,13 +83,12 @@ class Deadline:
 
 
 class DrafterTrainer:
-    """A draft model with its optimizer and buffer, the same on all ranks of `group`, which learn together."""
+    """A draft model with optimizer and buffer, the same on all ranks of `group`."""
 
     def __init__(
         self, config: DraftTrainingConfig, model: nn.Module, *, seed: int, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Take a causal model of transformers in float32, on its device. `group` None: this rank learns alone.
-        Collective."""
+        """Take a causal model of transformers in float32, on its device. `group` None: one rank. Collective."""
         self.config, self.model = config, model
         self.device = next(model.parameters()).device
         self.buffer = DraftBuffer(
@@ -124,16 +123,13 @@ class DrafterTrainer:
         max_updates: int = 0,
         rate_of: Callable[[int], float] | None = None,
     ) -> RefreshStats:
-        """Learn from the buffer until the time or the updates are over. Collective.
-
-        It ends in time unless a micro-batch takes longer than any before it, and than the last refresh's mean, halved
-        for every refresh since without one. Raises SpecActorError when a loss, gradient or weight is not finite;
-        weights and optimizer are then those before (not under ZeRO). torch.OutOfMemoryError is raised on its rank
-        alone.
+        """Learn from the buffer until the time or the updates are over. Collective. Only a micro-batch that takes
+        longer than any before ends it late. Raises SpecActorError when a loss, gradient or weight is not finite, with
+        weights and optimizer as before (not under ZeRO), and torch.OutOfMemoryError on its rank alone.
 
         Args:
-            max_updates: 0 means ``config.max_updates``, and 0 there any number.
-            rate_of: learning rate by the update's number, counted over all refreshes; None: the config's.
+            max_updates: 0: the config's, where 0 is any number.
+            rate_of: learning rate by the update's number over all refreshes.
         """
         deadline = Deadline(clock, limit_s, expected_s=self._micro_s, group=self._group, device=self.device)
         restore = self._updater.kept()
@@ -177,7 +173,7 @@ class DrafterTrainer:
 
     @property
     def tokens_per_update(self) -> int:
-        """Return the tokens that an update draws: the config's, halved while no update fits the time."""
+        """Return the tokens of an update: the config's, halved while none fits the time."""
         return max(1, self.config.tokens_per_update >> self.halvings)
 
     def is_finite(self) -> bool:
@@ -206,7 +202,7 @@ class DrafterTrainer:
             self.halvings -= stats.updates > 2 or in_time
 
     def _gradients(self, deadline: Deadline) -> tuple[dict[str, float] | None, int]:
-        """Return (sums of one update over all ranks, micro-batches run); None: the time is over."""
+        """Return (sums of one update over all ranks, micro-batches run); None: too late."""
         examples = self.buffer.draw(self.updates, self.tokens_per_update)
         lengths = [len(example.token_ids) for example in examples]
         num_tokens = sum(example.response_len for example in examples)
@@ -254,8 +250,8 @@ class DrafterTrainer:
         return loss, torch.stack([*sums, known_N.new_tensor(float(len(loss_N)))])
 
     def _rate(self, update: int) -> float:
-        """Return the learning rate of an update by its number: it rises along a line, then stays. Each
-        halving of an update's tokens divides it by the square root of 2 (Malladi et al., NeurIPS 2022, on Adam)."""
+        """Return an update's learning rate: a linear warm-up, then constant. Each halving of an update's tokens divides
+        it by the square root of 2 (Malladi et al., NeurIPS 2022, on Adam)."""
         risen = min(1.0, (update + 1) / max(1, self.config.warmup_updates))
         return self.config.learning_rate * risen * math.sqrt(0.5**self.halvings)
 
@@ -274,8 +270,7 @@ class DrafterTrainer:
             )
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote. Collective. Raises CheckpointError for another draft model, or another division by
-        ZeRO."""
+        """Load what `save` wrote. Collective. Raises CheckpointError for another model or division by ZeRO."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 

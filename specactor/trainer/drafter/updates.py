@@ -1,5 +1,6 @@
-"""How gradients become the draft model's next weights: PyTorch's DDP and AdamW, or DeepSpeed ZeRO, which average over
-ranks and clip the global norm."""
+"""How gradients become weights: PyTorch's DDP and AdamW, or DeepSpeed ZeRO. Both average over ranks and clip the global
+norm.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +56,12 @@ class PlainUpdater:
 
     @property
     def replica(self) -> nn.Module:
-        """Return what is called in forward passes whose gradients are to be reduced."""
+        """Return what forward passes call for gradients to be reduced."""
         assert self._replica is not None, "it learns where it is not"
         return self._replica
 
     def offload(self) -> None:
-        """Free a GPU's memory: of weights, moments, buffers, and of what DDP keeps for gradients."""
+        """Free a GPU's memory: weights, moments, buffers, and DDP's for gradients."""
         if self.device.type == "cuda":
             self.forget_replica()
             self._copies.offload([self._adam], [self._model])
@@ -70,7 +71,7 @@ class PlainUpdater:
         gc.collect()  # or its hooks would reduce gradients beside those of the next
 
     def reload(self) -> None:
-        """Take it again. Collective: DDP is made here, outside of the time that a micro-batch is given."""
+        """Take it again. Collective: DDP is made here, outside of a micro-batch's time."""
         if self.device.type == "cuda":
             self._copies.reload([self._adam], self.device, [self._model])
             self._on_host = True
@@ -78,7 +79,7 @@ class PlainUpdater:
             self._make_replica(init_sync=False)
 
     def _make_replica(self, *, init_sync: bool) -> None:
-        """Args: init_sync: whether rank 0 sends its weights; later all ranks have the same."""
+        """`init_sync`: rank 0 sends its weights; later all ranks have the same."""
         self._replica = self._model
         if self._group is not None and self._group.size() > 1:
             made = DistributedDataParallel(self._model, process_group=self._group, init_sync=init_sync)
@@ -86,7 +87,7 @@ class PlainUpdater:
             self._replica = made
 
     def micro_step(self, last: bool) -> AbstractContextManager[Any]:
-        """Enclose forward and backward pass of a micro-batch; gradients are reduced in the last of an update."""
+        """Enclose a micro-batch's forward and backward pass; gradients are reduced in the `last`."""
         if last or not isinstance(self.replica, DistributedDataParallel):
             return nullcontext()
         return self.replica.no_sync()
@@ -114,7 +115,7 @@ class PlainUpdater:
         self._adam.zero_grad(set_to_none=True)
 
     def kept(self) -> Callable[[], None]:
-        """Return a function that brings weights and optimizer back. What came from host memory is still there."""
+        """Return a function that brings weights and optimizer back."""
 
         def copy(name: str, kind: str, value: Tensor) -> Tensor:
             host = self._copies.held(self._parameters[name], kind) if self._on_host else None

@@ -1,7 +1,4 @@
-"""What SGLang's decoding asks of `sgl_kernel` on a CPU, in PyTorch, for engines without a GPU.
-
-The package's own builds hold CUDA code, or need AVX512 or AMX.
-"""
+"""What SGLang's decoding asks of `sgl_kernel` on a CPU, in PyTorch: the package's builds need CUDA, AVX512 or AMX."""
 
 import ctypes
 
