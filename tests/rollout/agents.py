@@ -275,6 +275,11 @@ class LeavesCalls(Talks):
         return 1.0
 
 
+class Unmade(Talks):
+    def __init__(self) -> None:
+        raise ValueError("cannot be made")
+
+
 class SaysMuch(Talks):
     async def act(self) -> float:
         return "1"  # type: ignore[return-value]
