@@ -28,7 +28,7 @@ from specactor.data import chat
 from specactor.data.environment import Agent, Environment, Said, checked, environment_of
 from specactor.errors import DataError
 from specactor.rollout import resume
-from specactor.rollout.endpoint import Call, Endpoint
+from specactor.rollout.endpoint import Call, Endpoint, is_refusal
 from specactor.rollout.session import TURN, Parse, Session
 from specactor.types import Problem, RolloutRequest, Trajectory
 
@@ -134,6 +134,11 @@ class Conversations:
     def is_streamed(self, turn: RolloutRequest) -> bool:
         session = self._session(turn.request_id)
         return session is not None and session.is_streamed(turn.request_id)
+
+    def is_open(self, turn_id: str) -> bool:
+        """Return whether an agent waits for its turn."""
+        session = self._session(turn_id)
+        return session is not None and session.is_open(turn_id)
 
     def hear_so_far(self, so_far: Trajectory) -> None:
         if (session := self._session(so_far.request_id)) is not None:
@@ -249,13 +254,15 @@ class Conversations:
         session, turns = cast("Session", conversation.session), list[RolloutRequest]()
         while not conversation.calls.empty():
             turns += session.ask(conversation.calls.get())
-        if turns:
+        if session.turns:
             conversation.deadline_s = None
+        elif conversation.deadline_s is None:  # it gave up what was open
+            self._give_time(conversation)
         end = conversation.result or (answer if answer.error is not None else None)
         if end is None:
             return turns
         reward = 0.0
-        if not (session.is_full and _is_refusal(end.error)):
+        if not (session.is_full and is_refusal(end.error)):
             reward = cast("float", _value_of(end, "run"))
         if not session.whole().token_ids:
             raise DataError("it ended without an answer of the policy")
@@ -349,20 +356,6 @@ def _value_of(answer: Answer, method: str) -> Said | float:
         return checked(method, answer.value)
     waited_for = "call" if method == "run" else "answer"
     raise DataError(f"no {waited_for} in time" if isinstance(answer.error, TimeoutError) else repr(answer.error))
-
-
-def _is_refusal(error: BaseException | None) -> bool:
-    """Return whether the endpoint's refusal ended an agent; each HTTP client has its own error for it."""
-    left, seen = [error], list[int]()
-    while left:
-        if (one := left.pop()) is None or id(one) in seen:
-            continue
-        seen.append(id(one))
-        for of in (one, getattr(one, "response", None)):
-            if any(getattr(of, name, None) in (400, 410) for name in ("status_code", "status", "code")):
-                return True
-        left += [one.__cause__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
-    return False
 
 
 async def _bounded(coroutine: Callable[[], Awaitable[object]], timeout_s: float | None) -> object:

@@ -292,7 +292,8 @@ def test_what_is_nested_too_deep_is_refused() -> None:
         deep = {"a": deep}
     tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
     told: list[Refusal] = []
-    call: Any = SimpleNamespace(body=Body(messages=[{"role": "user", "content": "a"}], tools=tools), tell=told.append)
+    body = Body(messages=[{"role": "user", "content": "a"}], tools=tools)
+    call: Any = SimpleNamespace(body=body, is_given_up=False, tell=told.append)
     assert Session(request(0), TOKENIZER, max_prompt_tokens=LONGEST).ask(call) == []
     assert [(refusal.status, str(refusal)[:21]) for refusal in told] == [(400, "body: RecursionError:")]
 
