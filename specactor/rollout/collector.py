@@ -28,7 +28,7 @@ from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.grading import Grading
 from specactor.rollout.pool import EnginePool, RolloutOutcome
 from specactor.rollout.refill import Refill, Verdicts
-from specactor.rollout.requests import by_id, group_requests, held_out_requests
+from specactor.rollout.requests import by_id, group_requests, held_out_requests, sampling_of
 from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
 from specactor.rollout.waiting import Waiting, held_back
 from specactor.trace import Span
@@ -433,9 +433,11 @@ class RolloutCollector:
     def restore(self, state: dict[str, object]) -> None:
         self.prompts.restore(state["prompts"])
         if self.config.rollout.partial:
-            size = self.config.rollout.group_size
-            restored = resume.restored(state.get("open_groups", []), group_size=size)
-            self.open_groups = [replace(group, finished=_scored(group.finished)) for group in restored]
+            restored = resume.restored(state.get("open_groups", []), group_size=self.config.rollout.group_size)
+            scored = [replace(group, finished=_scored(group.finished)) for group in restored]
+            self.open_groups, others = resume.begun_again(scored, sampling_of(self.config.rollout))
+            if others:
+                self.progress.note(f"open groups of other settings are begun again: {', '.join(others)}")
 
 
 def _scored(finished: Mapping[str, Trajectory]) -> dict[str, Trajectory]:
