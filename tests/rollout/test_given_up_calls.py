@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import queue
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 
 from specactor.rollout import resume
-from specactor.rollout.endpoint import Body, Call, Refusal
+from specactor.rollout.endpoint import Body, Call, Endpoint, Part, Refusal
 from specactor.rollout.session import MAX_SEQUENCES, Session
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.test_sessions import (
@@ -68,6 +71,29 @@ def test_what_a_client_gave_up_and_asked_again_is_learned_from_once(heeds_aborts
 def test_an_agent_that_gives_up_its_call_has_as_long_for_the_next_as_others() -> None:
     [t] = rollout([problem(0, "GivesUpAndHangs")], engines=[Holds()], timeout_s=2.0)
     assert t.failure == "tests.rollout.agents:GivesUpAndHangs: run: no call in time"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_answered", [0, 1, 2])
+def test_the_endpoint_tells_of_clients_that_hang_up_before_their_answer(stream: bool, num_answered: int) -> None:
+    taken: queue.Queue[Call] = queue.Queue()
+    endpoint = Endpoint()
+    base_url, key = endpoint.base_url, endpoint.open(taken.put)
+    host, _, port = base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+    body = json.dumps({"messages": [], "n": 2, "stream": stream})
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        call = taken.get(timeout=60)
+        for choice in range(num_answered):
+            call.tell(Part(choice=choice, delta={"content": "a"}, finish_reason="stop"))
+        if num_answered == 2 or (stream and num_answered):
+            assert client.recv(1)
+    if num_answered < 2:
+        assert taken.get(timeout=60) is call
+    endpoint.close()
+    assert call.is_given_up == (num_answered < 2)
+    assert taken.empty()
 
 
 def begun() -> Session:
