@@ -41,7 +41,7 @@ def prompt_ids(
 ) -> tuple[int, ...]:
     """Return the tokens of what a policy sees first."""
     if isinstance(said, str):
-        return tuple(tokenizer(said)["input_ids"])
+        return _encoded(tokenizer, said)
     return rendered_ids(tokenizer, prompt_text(tokenizer, said, tools))
 
 
@@ -80,5 +80,12 @@ def observation_ids(
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, is_template: bool) -> tuple[int, ...]:
-    found = tokenizer(text, add_special_tokens=False, split_special_tokens=not is_template)
-    return tuple(found["input_ids"])
+    return _encoded(tokenizer, text, add_special_tokens=False, split_special_tokens=not is_template)
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> tuple[int, ...]:
+    try:
+        text.encode()  # tokenizers say no more than that the type is wrong
+    except UnicodeEncodeError as error:
+        raise DataError(f"text: {error}. Leave such halves of characters out.") from error
+    return tuple(tokenizer(text, **options)["input_ids"])

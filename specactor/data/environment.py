@@ -8,11 +8,10 @@ import inspect
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from numbers import Real
 from typing import Any, Protocol, cast
 
 from specactor.data.chat import Message, are_messages
-from specactor.data.verifiers import find, is_remote
+from specactor.data.verifiers import as_score, find, is_remote
 from specactor.errors import DataError
 from specactor.types import Problem
 
@@ -67,17 +66,14 @@ def _takes(function: Any, arguments: Sequence[str]) -> bool:
     return True
 
 
-def checked(name: str, method: str, value: object) -> Said | float:
-    """Return the argument, what was said or a reward. Raises DataError for neither: that is a bug of the
-    environment."""
+_SAID, _REWARD = "a text, or messages with a role and a content each", "a finite number as reward"
+_EXPECTED = {"start": _SAID, "step": f"{_SAID}, or {_REWARD}", "run": _REWARD}
+
+
+def checked(method: str, value: object) -> Said | float:
+    """Return what was said, or a reward. Raises DataError for neither: that is a bug of the environment."""
     if method != "run" and (isinstance(value, str) or are_messages(value)):
         return value
-    if method != "start" and isinstance(value, Real) and math.isfinite(value):
-        return float(value)
-    if method == "run":
-        raise DataError(f"agent {name}: run returned {value!r:.200}, expected a finite number as reward. Correct it.")
-    ending = ", or a finite number as reward" if method == "step" else ""
-    raise DataError(
-        f"environment {name}: {method} returned {value!r:.200} of type {type(value).__name__}, expected a text, "
-        f"or messages with a role and a content each{ending}. Correct the environment."
-    )
+    if method != "start" and math.isfinite(reward := as_score(value)):
+        return reward
+    raise DataError(f"it returned {value!r:.100} of type {type(value).__name__}, expected {_EXPECTED[method]}")

@@ -127,7 +127,7 @@ def _checked(name: str, function: Verifier) -> Verifier:
                 f"{who}: it raised {type(error).__name__}: {error!s:.300}, on the response {response[:200]!r}. "
                 "Correct the verifier, or remove the problem."
             ) from error
-        value = _as_score(score)
+        value = as_score(score)
         if not math.isfinite(value):
             raise DataError(
                 f"{who}: it returned {score!r:.200}, which is of type {type(score).__name__}, expected a finite "
@@ -138,7 +138,7 @@ def _checked(name: str, function: Verifier) -> Verifier:
     return verify
 
 
-def _as_score(result: object) -> float:
+def as_score(result: object) -> float:
     """Read Python's, NumPy's and torch's numbers; NaN for anything else."""
     try:
         value = result.item() if hasattr(result, "item") else result

@@ -28,7 +28,7 @@ from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.grading import Grading
 from specactor.rollout.pool import EnginePool, RolloutOutcome
 from specactor.rollout.refill import Refill, Verdicts
-from specactor.rollout.requests import by_id, group_requests, held_out_requests
+from specactor.rollout.requests import by_id, group_requests, held_out_requests, sampling_of
 from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
 from specactor.rollout.waiting import Waiting, held_back
 from specactor.trace import Span
@@ -427,11 +427,14 @@ class RolloutCollector:
     def restore(self, state: dict[str, object]) -> None:
         self.prompts.restore(state["prompts"])
         if self.config.rollout.partial:
-            size = self.config.rollout.group_size
-            self.open_groups = [
+            restored = resume.restored(state.get("open_groups", []), group_size=self.config.rollout.group_size)
+            scored = [
                 replace(group, finished={name: samples.packed(t) for name, t in group.finished.items()})
-                for group in resume.restored(state.get("open_groups", []), group_size=size)
+                for group in restored
             ]
+            self.open_groups, others = resume.begun_again(scored, sampling_of(self.config.rollout))
+            if others:
+                self.progress.note(f"open groups of other settings are begun again: {', '.join(others)}")
 
 
 def _check_ends(responses: Iterable[Trajectory]) -> None:

@@ -19,7 +19,6 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import takewhile
 from typing import Any, cast
 
@@ -29,7 +28,7 @@ from specactor.data import chat
 from specactor.data.environment import Agent, Environment, Said, checked, environment_of
 from specactor.errors import DataError
 from specactor.rollout import resume
-from specactor.rollout.endpoint import Call, Endpoint
+from specactor.rollout.endpoint import Call, Endpoint, is_refusal
 from specactor.rollout.session import TURN, Parse, Session
 from specactor.types import Problem, RolloutRequest, Trajectory
 
@@ -52,7 +51,8 @@ class Answer:
 class _Conversation:
     request: RolloutRequest  # as it was asked for
     problem: Problem
-    environment: Environment | Agent
+    kind: type[Environment] | type[Agent]
+    environment: Environment | Agent | None = None  # made in its thread, by the first call
     session: Session | None = None  # of an agent
     calls: queue.SimpleQueue[Call] = field(default_factory=queue.SimpleQueue)  # an agent's, not yet taken
     result: Answer | None = None  # of an agent that has ended
@@ -95,7 +95,7 @@ class Conversations:
         for request, problem in zip(requests, problems, strict=True):
             if (found := environment_of(problem.verifier)) is None:
                 continue
-            one = _Conversation(request=request, problem=problem, environment=found())
+            one = _Conversation(request=request, problem=problem, kind=found)
             if hasattr(found, "run"):
                 one.session = Session(request, self._tokenizer, max_prompt_tokens=self._longest)
                 self._endpoint = self._endpoint or Endpoint()
@@ -135,6 +135,11 @@ class Conversations:
         session = self._session(turn.request_id)
         return session is not None and session.is_streamed(turn.request_id)
 
+    def is_open(self, turn_id: str) -> bool:
+        """Return whether an agent waits for its turn."""
+        session = self._session(turn_id)
+        return session is not None and session.is_open(turn_id)
+
     def hear_so_far(self, so_far: Trajectory) -> None:
         if (session := self._session(so_far.request_id)) is not None:
             session.hear_so_far(so_far)
@@ -153,25 +158,23 @@ class Conversations:
         """Give the environment a response, or start it; `answered` is called in another thread."""
         conversation = self._open[request_id]
         if conversation.session is not None:
-            self._ask_agent(conversation, cast("Agent", conversation.environment), answered)
+            self._ask_agent(conversation, answered)
             return
-        environment = cast("Environment", conversation.environment)
-        if response is None:
-            coroutine: Callable[[], Awaitable[object]] = lambda: environment.start(conversation.problem)  # noqa: E731
-        else:
+        method, argument = "start", cast("object", conversation.problem)
+        if response is not None:
             assert conversation.so_far is not None
             conversation.turn, conversation.so_far = None, resume.heard(conversation.so_far, response)
             text = self._tokenizer.decode(list(response.token_ids), skip_special_tokens=True)
-            coroutine = lambda: environment.step(text)  # noqa: E731
+            method, argument = "step", text
         conversation.call += 1
         call, conversation.asked_s = conversation.call, self._give_time(conversation)
 
         def ended(value: object, error: BaseException | None) -> None:
             answered(Answer(request_id=request_id, call=call, value=value, error=error))
 
-        self._run(conversation, coroutine, self._timeout_s, ended)
+        self._run(conversation, method, argument, timeout_s=self._timeout_s, ended=ended)
 
-    def _ask_agent(self, conversation: _Conversation, agent: Agent, answered: Callable[[Answer], None]) -> None:
+    def _ask_agent(self, conversation: _Conversation, answered: Callable[[Answer], None]) -> None:
         name, endpoint = conversation.request.request_id, self._endpoint
         assert endpoint is not None
         conversation.answered = answered
@@ -189,17 +192,23 @@ class Conversations:
 
         conversation.key = endpoint.open(take)
         conversation.asked_s = self._give_time(conversation)
-        run = partial(agent.run, conversation.problem, endpoint.base_url, conversation.key)
-        self._run(conversation, run, None, ended)
+        arguments = conversation.problem, endpoint.base_url, conversation.key
+        self._run(conversation, "run", *arguments, timeout_s=None, ended=ended)
 
     def _run(
         self,
         conversation: _Conversation,
-        coroutine: Callable[[], Awaitable[object]],
+        method: str,
+        *arguments: object,
         timeout_s: float | None,
         ended: Callable[[object, BaseException | None], None],
     ) -> None:
         conversation.busy = True
+
+        async def call() -> object:
+            if conversation.environment is None:
+                conversation.environment = conversation.kind()
+            return await getattr(conversation.environment, method)(*arguments)
 
         def work() -> None:
             value, error = None, None
@@ -208,7 +217,7 @@ class Conversations:
                     if conversation.abandoned:  # before there was a loop in which to cancel anything
                         raise asyncio.CancelledError
                     conversation.loop = conversation.loop or _new_loop()
-                value = conversation.loop.run_until_complete(_bounded(coroutine, timeout_s))
+                value = conversation.loop.run_until_complete(_bounded(call, timeout_s))
             except BaseException as raised:  # code of others, which may also exit; told by `take`
                 error = raised
             with conversation.lock:
@@ -220,45 +229,44 @@ class Conversations:
         threading.Thread(target=work, name="environment", daemon=True).start()
 
     def take(self, answer: Answer) -> RolloutRequest | list[RolloutRequest] | Trajectory | None:
-        """Return the next turn, an agent's turns, or the whole conversation; None for a call that was given up.
-
-        Raises DataError for an answer that no environment may give.
-        """
+        """Return the next turn, an agent's turns, or the whole conversation, which has failed where its environment
+        did; None for a call that was given up."""
         conversation = self._open.get(answer.request_id)
         if conversation is None or conversation.call != answer.call:
             return None
-        if conversation.session is not None:
-            return self._take_of_agent(conversation, conversation.session, answer)
+        method = "run" if conversation.session is not None else "step" if conversation.so_far else "start"
+        take = self._take_of_environment if conversation.session is None else self._take_of_agent
+        try:
+            found = take(conversation, answer)
+        except Exception as error:  # of what code of others said; other conversations go on
+            why = str(error) if isinstance(error, DataError) else repr(error)
+            why = f"{conversation.problem.verifier}: {method}: {why:.300}"
+            return self._end(conversation, failure=why.encode(errors="backslashreplace").decode())
+        return self._end(conversation, reward=found) if isinstance(found, float) else found
+
+    def _take_of_environment(self, conversation: _Conversation, answer: Answer) -> RolloutRequest | float:
         conversation.deadline_s = None
         conversation.spent_s += time.monotonic() - conversation.asked_s
-        name, method = conversation.problem.verifier, "step" if conversation.so_far else "start"
-        if answer.error is not None:
-            why = "no answer in time" if isinstance(answer.error, TimeoutError) else repr(answer.error)
-            return self._end(conversation, failure=f"{name}: {method}: {why:.300}")
-        value = checked(name, method, answer.value)
-        if isinstance(value, float):
-            return self._end(conversation, reward=value)
-        return self._go_on(conversation, value)
+        value = _value_of(answer, "step" if conversation.so_far else "start")
+        return value if isinstance(value, float) else self._go_on(conversation, value)
 
-    def _take_of_agent(
-        self, conversation: _Conversation, session: Session, answer: Answer
-    ) -> list[RolloutRequest] | Trajectory:
-        turns: list[RolloutRequest] = []
+    def _take_of_agent(self, conversation: _Conversation, answer: Answer) -> list[RolloutRequest] | float:
+        session, turns = cast("Session", conversation.session), list[RolloutRequest]()
         while not conversation.calls.empty():
             turns += session.ask(conversation.calls.get())
-        if turns:
+        if session.turns:
             conversation.deadline_s = None
+        elif conversation.deadline_s is None:  # it gave up what was open
+            self._give_time(conversation)
         end = conversation.result or (answer if answer.error is not None else None)
         if end is None:
             return turns
-        name, reward = conversation.problem.verifier, 0.0
-        if end.error is None:
-            reward = cast("float", checked(name, "run", end.value))
-        elif not (session.is_full and _is_refusal(end.error)):
-            why = "no call in time" if isinstance(end.error, TimeoutError) else repr(end.error)
-            return self._end(conversation, failure=f"{name}: run: {why:.300}")
-        failure = "" if session.whole().token_ids else f"{name}: run: it ended without an answer of the policy"
-        return self._end(conversation, reward=reward, failure=failure)
+        reward = 0.0
+        if not (session.is_full and is_refusal(end.error)):
+            reward = cast("float", _value_of(end, "run"))
+        if not session.whole().token_ids:
+            raise DataError("it ended without an answer of the policy")
+        return reward
 
     def _give_time(self, conversation: _Conversation) -> float:
         now = time.monotonic()
@@ -296,10 +304,16 @@ class Conversations:
             self._threads.append(threading.Thread(target=_close, args=arguments, name="environment", daemon=True))
             self._threads[-1].start()
 
-    def _go_on(self, conversation: _Conversation, said: Said) -> RolloutRequest | Trajectory:
+    def _go_on(self, conversation: _Conversation, said: Said) -> RolloutRequest | float:
+        """Return the next turn; without room for one, the reward."""
         request, so_far = conversation.request, conversation.so_far
         if so_far is None:
-            ids = self._first(conversation, said)
+            ids = chat.prompt_ids(self._tokenizer, said)
+            if not 1 <= len(ids) <= self._longest:
+                raise DataError(
+                    f"it said {len(ids)} tokens, expected 1 to {self._longest} (the model's context less "
+                    "rollout.max_new_tokens)"
+                )
             conversation.turn = replace(request, prompt_ids=ids)
             conversation.so_far = resume.nothing_of(conversation.turn)
             return conversation.turn
@@ -310,7 +324,7 @@ class Conversations:
             ids = chat.observation_ids(self._tokenizer, said, last_token=so_far.token_ids[-1])
         if not 0 < len(ids) < room:
             conversation.so_far = replace(so_far, finish_reason="length")
-            return self._end(conversation, reward=0.0)
+            return 0.0
         so_far = resume.said(so_far, ids)
         conversation.so_far = so_far
         conversation.turn = replace(
@@ -320,16 +334,6 @@ class Conversations:
             sampling=replace(request.sampling, max_new_tokens=room - len(ids)),
         )
         return conversation.turn
-
-    def _first(self, conversation: _Conversation, said: Said) -> tuple[int, ...]:
-        """Return the prompt. Raises DataError."""
-        ids, problem = chat.prompt_ids(self._tokenizer, said), conversation.problem
-        if not 1 <= len(ids) <= self._longest:
-            raise DataError(
-                f"environment {problem.verifier}: problem {problem.index}: start said {len(ids)} tokens, expected 1 to "
-                f"{self._longest} (the model's context less rollout.max_new_tokens). Let it say less."
-            )
-        return ids
 
     def _end(self, conversation: _Conversation, *, reward: float = 0.0, failure: str = "") -> Trajectory:
         self.drop(conversation.request.request_id)
@@ -346,18 +350,12 @@ class Conversations:
         )
 
 
-def _is_refusal(error: BaseException | None) -> bool:
-    """Return whether the endpoint's refusal ended an agent; each HTTP client has its own error."""
-    left, seen = [error], list[int]()
-    while left:
-        if (one := left.pop()) is None or id(one) in seen:
-            continue
-        seen.append(id(one))
-        for of in (one, getattr(one, "response", None)):
-            if any(getattr(of, name, None) in (400, 410) for name in ("status_code", "status", "code")):
-                return True
-        left += [one.__cause__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
-    return False
+def _value_of(answer: Answer, method: str) -> Said | float:
+    """Return what an environment said, or its reward. Raises DataError for anything else."""
+    if answer.error is None:
+        return checked(method, answer.value)
+    waited_for = "call" if method == "run" else "answer"
+    raise DataError(f"no {waited_for} in time" if isinstance(answer.error, TimeoutError) else repr(answer.error))
 
 
 async def _bounded(coroutine: Callable[[], Awaitable[object]], timeout_s: float | None) -> object:
@@ -388,7 +386,7 @@ def _cancel(loop: asyncio.AbstractEventLoop) -> list[asyncio.Task[Any]]:
     return [task for task in tasks if task.cancel()]
 
 
-def _close(loop: asyncio.AbstractEventLoop, environment: Environment | Agent, timeout_s: float) -> None:
+def _close(loop: asyncio.AbstractEventLoop, environment: Environment | Agent | None, timeout_s: float) -> None:
     with contextlib.suppress(BaseException):  # code of others; the conversation is over, whatever it does
         if close := getattr(environment, "close", None):
             loop.run_until_complete(_bounded(close, timeout_s))

@@ -259,8 +259,8 @@ class Driver:
 
     def _answer_agent(self, engine: int, response: Trajectory) -> None:
         assert self._conversations is not None
-        running, session = self._running.get(engine, {}), response.request_id.partition(TURN)[0]
-        if response.finish_reason == "abort" and session in self._conversations:
+        running = self._running.get(engine, {})
+        if response.finish_reason == "abort" and self._conversations.is_open(response.request_id):
             raise EngineError(f"request {response.request_id}: SGLang aborted it. See the engine's log.")
         try:
             self._conversations.hear(response, self._engines[engine].parse_tools)
@@ -278,14 +278,22 @@ class Driver:
         engine, _ = self._thinking[answer.request_id]
         if isinstance(found, list):
             self._turns += [(engine, turn) for turn in found]
+            if not found:
+                self._end_calls(answer.request_id)
             return
         del self._thinking[answer.request_id]
         if isinstance(found, Trajectory):
-            for at, running in self._running.items():  # calls that an agent did not wait for
-                self._abort(at, [name for name in running if name.startswith(answer.request_id + TURN)])
+            self._end_calls(answer.request_id)
             self._keep(found)
         else:
             self._turns.append((engine, found))
+
+    def _end_calls(self, session: str) -> None:
+        """End the turns that an agent does not wait for."""
+        assert self._conversations is not None
+        for engine, running in self._running.items():
+            of_session = [name for name in running if name.startswith(session + TURN)]
+            self._abort(engine, [name for name in of_session if not self._conversations.is_open(name)])
 
     def _send_turns(self) -> None:
         """Send turns to their engines, a dead one's to the engine with the least to do."""
@@ -294,8 +302,10 @@ class Driver:
             self._thinking.pop(turn.request_id.partition(TURN)[0], None)
         parts: dict[int, list[RolloutRequest]] = {}
         for engine, turn in turns if self._running and not self._stopping else ():
-            if TURN in turn.request_id and turn.request_id.partition(TURN)[0] not in self._thinking:
-                continue  # its session is over
+            assert self._conversations is not None
+            session, is_agents, _ = turn.request_id.partition(TURN)
+            if is_agents and (session not in self._thinking or not self._conversations.is_open(turn.request_id)):
+                continue  # the session is over, or the call was given up
             if engine not in self._running:
                 engine = min(self._running, key=lambda i: len(self._running[i]) + len(parts.get(i, ())))
             parts.setdefault(engine, []).append(turn)

@@ -49,6 +49,20 @@ class Refusal(Exception):  # noqa: N818  (an answer, like an HTTP status)
         self.code, self.status = code, status
 
 
+def is_refusal(error: BaseException | None) -> bool:
+    """Return whether a refusal ended an agent; each HTTP client has its own error for it."""
+    left, seen = [error], list[int]()
+    while left:
+        if (one := left.pop()) is None or id(one) in seen:
+            continue
+        seen.append(id(one))
+        for of in (one, getattr(one, "response", None)):
+            if any(getattr(of, name, None) in (400, 410) for name in ("status_code", "status", "code")):
+                return True
+        left += [one.__cause__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """What is new of one choice; its last part has a finish reason."""
@@ -68,6 +82,8 @@ class Call:
     body: Body
     loop: asyncio.AbstractEventLoop
     answers: asyncio.Queue[Part | Refusal] = field(default_factory=asyncio.Queue)
+    missing: int = 1  # choices that are not answered
+    is_given_up: bool = False  # its client hung up before
 
     def tell(self, answer: Part | Refusal) -> None:
         if not self.loop.is_closed():
@@ -89,7 +105,7 @@ class Endpoint:
             raise
 
     def open(self, take: Callable[[Call], None]) -> str:
-        """Return a session's key; `take` gets its calls, in the endpoint's thread."""
+        """Return a session's key; `take` gets its calls, in the endpoint's thread; one that is given up once more."""
         key = secrets.token_urlsafe(32)
         self._sessions[key] = take
         return key
@@ -109,7 +125,7 @@ class Endpoint:
     async def _start(self) -> str:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", self._complete)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -117,7 +133,7 @@ class Endpoint:
 
     async def _stop(self) -> None:
         await self._runner.cleanup()
-        left = asyncio.all_tasks() - {asyncio.current_task()}  # calls whose clients have hung up
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # calls whose clients have just hung up
         for task in left:
             task.cancel()
         if left:
@@ -133,12 +149,16 @@ class Endpoint:
         try:
             take = self._session(request)
             body = msgspec.json.decode(await request.read(), type=Body)
-            call = Call(body=body, loop=self._loop)
-            take(call)
+            call = Call(body=body, loop=self._loop, missing=body.n or 1)
             head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": body.model}
-            if body.stream:
-                return await _stream(request, call, head)
-            return _json(await _whole(call, head))
+            take(call)
+            try:
+                return await _stream(request, call, head) if body.stream else _json(await _whole(call, head))
+            except (asyncio.CancelledError, ConnectionError):  # the client has hung up
+                if call.missing:
+                    call.is_given_up = True
+                    take(call)
+                raise
         except Refusal as refusal:
             return _refused(refusal)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -146,12 +166,11 @@ class Endpoint:
 
 
 async def _parts(call: Call) -> AsyncIterator[Part]:
-    missing = call.body.n or 1
-    while missing:
+    while call.missing:
         answer = await call.answers.get()
         if isinstance(answer, Refusal):
             raise answer
-        missing -= answer.finish_reason is not None
+        call.missing -= answer.finish_reason is not None
         yield answer
 
 

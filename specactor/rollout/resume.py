@@ -15,7 +15,7 @@ from typing import cast
 import msgspec
 
 from specactor.errors import CheckpointError, EngineError
-from specactor.types import Begun, FinishReason, RolloutRequest, Trajectory, VersionSpan
+from specactor.types import Begun, FinishReason, RolloutRequest, SamplingParams, Trajectory, VersionSpan
 
 
 def num_begun(request: RolloutRequest) -> int:
@@ -232,3 +232,14 @@ def restored(state: object, *, group_size: int) -> list[OpenGroup]:
             "Resume with the size that the run started with."
         )
     return groups
+
+
+def begun_again(groups: Sequence[OpenGroup], sampling: SamplingParams) -> tuple[list[OpenGroup], list[str]]:
+    """Return the groups, without what was sampled of those that were begun with other settings, and these settings."""
+    found, others = list[OpenGroup](), set[str]()
+    for group in groups:
+        began = {request.sampling for request in group.requests} - {sampling}
+        others |= {f"rollout.{k} {v!r}" for of in began for k, v in vars(of).items() if v != getattr(sampling, k)}
+        requests = tuple(replace(request, sampling=sampling, begun=None) for request in group.requests)
+        found.append(replace(group, requests=requests, finished={}) if began else group)
+    return found, sorted(others)

@@ -4,6 +4,7 @@ Invariants:
 - sampled tokens stand in one sequence, and are learned from there alone;
 - a call that repeats what was said goes on with those tokens; any other begins a branch, with all that came before as
   its prompt;
+- a call that its client gave up leaves nothing to learn from: the next one goes on where it did;
 - noise depends on the session's seed, the prompt, how often that was asked for with the same limits, and the position,
   not on timing, drafts or order; no turns share noise;
 - a session ends by itself.
@@ -59,6 +60,7 @@ class _Tool(msgspec.Struct):
 class _Branch:
     so_far: Trajectory
     is_open: bool = True  # an engine generates its next turn
+    last: _Turn | None = None  # that was heard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,9 @@ class _Turn:
     call: Call
     choice: int
     branch: _Branch
+    so_far: Trajectory  # the branch before it
+    asked: tuple[tuple[int, ...], ...]
+    repeat: int  # how often that was asked before
     said: tuple[int, ...]  # tokens between the branch so far and the response
     before: tuple[_Said, ...]
     tools: str
@@ -95,11 +100,17 @@ class Session:
 
     def is_streamed(self, request_id: str) -> bool:
         """Return whether parts are wanted; a response that may call tools is read as a whole."""
-        body = self._open[request_id].call.body
-        return bool(body.stream) and not body.tools
+        body = self._open[request_id].call.body if self.is_open(request_id) else None
+        return body is not None and bool(body.stream) and not body.tools
+
+    def is_open(self, request_id: str) -> bool:
+        return request_id in self._open
 
     def ask(self, call: Call) -> list[RolloutRequest]:
-        """Return a call's turns; none if it is refused."""
+        """Return a call's turns; none if it is refused, or given up."""
+        if call.is_given_up:
+            self._undo(call)
+            return []
         try:
             turns = self._turns_of(call)
         except Refusal as refusal:
@@ -120,7 +131,9 @@ class Session:
         self._tell(turn, so_far, text[: len(text) - max((len(s) - 1 for s in turn.request.sampling.stop), default=0)])
 
     def hear(self, response: Trajectory, parse: Parse) -> None:
-        turn = self._open[response.request_id]
+        if (turn := self._open.get(response.request_id)) is None:  # its call was given up
+            self._num_sampled += len(response.token_ids)
+            return
         text, tools = self._text(turn, response), Tools()
         if turn.tools:
             text, tools = parse(text, turn.call.body.tools or ())
@@ -129,12 +142,30 @@ class Session:
             for i, (name, given) in enumerate(tools)
         ]
         del self._open[response.request_id]
-        own = turn.branch
+        own, own.last = turn.branch, turn
         own.so_far, own.is_open = resume.heard(resume.said(own.so_far, turn.said), response), False
         self._num_sampled += len(response.token_ids)
         answer = _normal({"role": "assistant", "content": text, "tool_calls": calls})
         self._places.setdefault((turn.tools, *turn.before, _said(answer)), (own, len(own.so_far.token_ids)))
         self._tell(turn, response, text, calls, "tool_calls" if calls else response.finish_reason)
+
+    def _undo(self, call: Call) -> None:
+        """Forget a call, heard or not, and its noise, unless some of the answer was streamed."""
+        turns = [turn for turn in self._open.values() if turn.call is call]
+        for turn in turns:
+            del self._open[turn.request.request_id]
+            self._streamed.pop(turn.request.request_id, None)
+            turn.branch.is_open = False
+        for branch in self._branches:
+            if (last := branch.last) is not None and last.call is call and not branch.is_open:
+                branch.so_far = last.so_far
+                turns.append(last)
+        self._branches = [branch for branch in self._branches if branch.is_open or branch.so_far.token_ids]
+        self._places = {k: (of, end) for k, (of, end) in self._places.items() if end <= len(of.so_far.token_ids)}
+        for turn in turns:
+            if self._asked[turn.asked] == turn.repeat + 1 and not call.body.stream:
+                self._asked[turn.asked] = turn.repeat
+        self._num_sampled += 1  # so that a session that only hangs up ends, too
 
     def refuse_open(self) -> None:
         """End the session: nobody will answer its open calls."""
@@ -164,12 +195,12 @@ class Session:
         branch, prompt_ids, said = self._prompt(messages, before, tools, body)
         so_far = len(branch.so_far.token_ids) + len(said) if branch is not None else 0
         sampling = self._sampling(body, len(prompt_ids), so_far)
-        asked = _wanted(body)
-        repeat = self._asked[prompt_ids, asked]
-        self._asked[prompt_ids, asked] += 1
+        asked = prompt_ids, _wanted(body)
+        repeat = self._asked[asked]
+        self._asked[asked] += 1
         turns = []
         for choice in range(body.n or 1):
-            key = (choice, 0, repeat, *asked) if body.seed is None else (choice, 1, body.seed, 0, 0, 0)
+            key = (choice, 0, repeat, *asked[1]) if body.seed is None else (choice, 1, body.seed, 0, 0, 0)
             request = replace(
                 self._request,
                 request_id=f"{self._request.request_id}{TURN}{self._num_turns}",
@@ -189,6 +220,9 @@ class Session:
                     call=call,
                     choice=choice,
                     branch=taken,
+                    so_far=taken.so_far,
+                    asked=asked,
+                    repeat=repeat,
                     said=said if goes_on else (),
                     before=before,
                     tools=tools,

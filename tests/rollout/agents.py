@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from typing import Any, ClassVar
 
 import aiohttp
-from openai import AsyncOpenAI, AuthenticationError, BadRequestError
+from openai import APITimeoutError, AsyncOpenAI, AuthenticationError, BadRequestError
 
 from specactor.types import Problem
 
@@ -19,13 +20,14 @@ class Talks:
 
     seen: ClassVar[dict[int, list[Any]]] = {}
     closed: ClassVar[list[int]] = []
+    # The client's own limit for connecting is 5 s, which a busy machine may need.
+    patience: ClassVar[dict[str, Any]] = {"max_retries": 0, "timeout": 600}
 
     async def run(self, problem: Problem, base_url: str, api_key: str) -> float:
         self.messages: list[Any] = [{"role": "user", "content": problem.prompt}]
         self.problem = problem
         self.answers: list[Any] = []
-        # The client's own limit for connecting is 5 s, which a busy machine may need.
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=600) as client:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, **self.patience) as client:
             self.completions = client.chat.completions
             reward = await self.act()
         self.seen[problem.index] = self.answers
@@ -248,6 +250,25 @@ class Hangs(Talks):
         return 1.0
 
 
+class GivesUp(Talks):
+    """Waits for no answer for longer than half a second, and asks again, as its client does by itself."""
+
+    patience: ClassVar[dict[str, Any]] = {"max_retries": 20, "timeout": 0.5}
+
+    async def streamed(self) -> str:
+        return await self.asked()
+
+
+class GivesUpAndHangs(Talks):
+    patience: ClassVar[dict[str, Any]] = {"max_retries": 0, "timeout": 0.5}
+
+    async def act(self) -> float:
+        with contextlib.suppress(APITimeoutError):
+            await self.asked()
+        await asyncio.sleep(1e6)
+        return 1.0
+
+
 class Waits(Talks):
     """Makes no call, and never ends by itself."""
 
@@ -273,6 +294,11 @@ class LeavesCalls(Talks):
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # which nobody else looks at
         await asyncio.sleep(0.05)
         return 1.0
+
+
+class Unmade(Talks):
+    def __init__(self) -> None:
+        raise ValueError("cannot be made")
 
 
 class SaysMuch(Talks):

@@ -8,6 +8,9 @@ import threading
 from collections.abc import AsyncIterator
 from typing import ClassVar
 
+import torch
+
+from specactor.errors import DataError
 from specactor.types import Problem
 
 released = threading.Event()
@@ -136,6 +139,50 @@ class Nothing(Talks):
 class Mute(Talks):
     async def start(self, problem: Problem) -> str:
         return ""
+
+
+class TellsHalf(Talks):
+    """Says half of a character, as tools do that decode with `surrogateescape`."""
+
+    async def step(self, response: str) -> str | float:
+        return "a\ud800"
+
+
+class StartsWithHalf(Talks):
+    async def start(self, problem: Problem) -> str:
+        return "\ud800"
+
+
+class Long(Talks):
+    async def start(self, problem: Problem) -> str:
+        return "9" * 51
+
+
+class RewardsInTorch(Talks):
+    async def step(self, response: str) -> str | float:
+        said = await super().step(response)
+        return said if isinstance(said, str) else torch.tensor(said)  # type: ignore[return-value]
+
+
+class RaisesWhenMade(Talks):
+    def __init__(self) -> None:
+        raise ValueError("half of it: \ud800")
+
+
+class BlocksWhenMade(Talks):
+    def __init__(self) -> None:
+        released.wait()
+
+
+class RaisesWhatRaises(Talks):
+    """An error that cannot be told."""
+
+    class UntoldError(Exception):
+        def __repr__(self) -> str:
+            raise DataError("told after all: \ud800")
+
+    async def step(self, response: str) -> str | float:
+        raise self.UntoldError
 
 
 class NotAsync:

@@ -25,6 +25,9 @@ HERE = "tests.rollout.environments"
 MAX_NEW = 60
 GIVEN_UP = ("Hangs", "Blocks", "BlocksAtTheStart")
 BROKEN = ("Raises", "Exits")
+EXPECTED = "expected a text, or messages with a role and a content each, or a finite number as reward"
+ROOM = "expected 1 to 50 (the model's context less rollout.max_new_tokens)"
+HALF = "surrogates not allowed. Leave such halves of characters out."
 
 
 @pytest.fixture(scope="module")
@@ -276,18 +279,39 @@ def test_enough_groups_end_conversations_that_wait_for_their_environments(tokeni
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("Nan", "step returned nan of type float, expected a text, or messages with a role and a content each, or a"),
-        ("Nothing", "step returned None of type NoneType, expected a text"),
-        ("Mute", "problem 0: start said 0 tokens, expected 1 to 50"),
+        ("Nan", f"step: it returned nan of type float, {EXPECTED}"),
+        ("Nothing", f"step: it returned None of type NoneType, {EXPECTED}"),
+        ("Mute", f"start: it said 0 tokens, {ROOM}"),
+        ("Long", f"start: it said 51 tokens, {ROOM}"),
+        ("TellsHalf", f"step: text: 'utf-8' codec can't encode character '\\ud800' in position 1: {HALF}"),
+        ("StartsWithHalf", f"start: text: 'utf-8' codec can't encode character '\\ud800' in position 0: {HALF}"),
+        ("RaisesWhenMade", "start: ValueError('half of it: \\ud800')"),
+        ("RaisesWhatRaises", "step: told after all: \\ud800"),
     ],
 )
-def test_a_wrong_answer_ends_the_rollout_in_one_line(
+def test_a_wrong_answer_ends_its_conversation_in_one_line(
     kind: str, message: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    with pytest.raises(DataError) as caught:
-        rollout([problem(0, kind)], tokenizer)
-    assert f"environment {HERE}:{kind}: {message}" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    """The others go on."""
+    problems = [problem(0), problem(1, kind), problem(2)]
+    each = by_index(rollout(problems, tokenizer))
+    assert (each[1].failure, each[1].reward) == (f"{HERE}:{kind}: {message}", 0.0)
+    assert differing([problems[i] for i in (0, 2)], [each[0], each[2]], tokenizer) == 0
+
+
+def test_rewards_are_read_as_verifiers_scores_are(tokenizer: PreTrainedTokenizerBase) -> None:
+    problems = [problem(i, "RewardsInTorch") for i in range(5)]
+    assert differing(problems, rollout(problems, tokenizer), tokenizer) == 0
+
+
+def test_an_environment_is_made_in_a_thread_of_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    """One that takes too long is given up."""
+    problems = [problem(i, "BlocksWhenMade" if i == 0 else "Talks") for i in range(5)]
+    each = by_index(rollout(problems, tokenizer, timeout_s=2.0))
+    assert each[0].failure == f"{HERE}:BlocksWhenMade: start: no answer in time"
+    assert differing(problems[1:], [each[i] for i in range(1, 5)], tokenizer) == 0
+    environments.released.set()
+    assert no_thread_is_left()
 
 
 @pytest.mark.parametrize(

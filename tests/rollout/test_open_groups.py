@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specactor.config import RolloutConfig
 from specactor.errors import CheckpointError
 from specactor.rollout import resume
+from specactor.rollout.collector import RolloutCollector
+from specactor.rollout.requests import sampling_of
 from specactor.rollout.resume import OpenGroup, going_on, whole
 from specactor.samples import packed
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
@@ -117,6 +122,44 @@ def test_a_wrong_version_forgets_what_was_begun() -> None:
     [back] = resume.restored(json.loads(json.dumps(resume.state([group]))), group_size=1)
     assert back == group
     assert back != replace(group, requests=(request,))
+
+
+def resumed(rollout: RolloutConfig, groups: list[OpenGroup]) -> tuple[list[OpenGroup], list[str]]:
+    """Return what a run goes on with, and what it tells."""
+    run, notes = object.__new__(RolloutCollector), list[str]()
+    run.config = cast("Any", SimpleNamespace(rollout=rollout))
+    run.progress = cast("Any", SimpleNamespace(note=notes.append))
+    run.prompts = cast("Any", SimpleNamespace(restore=lambda state: None))
+    run.restore({"prompts": None, "open_groups": json.loads(json.dumps(resume.state(groups)))})
+    return run.open_groups, notes
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, None),
+        ({"temperature": 0.5}, "rollout.temperature 1.0"),
+        ({"stop": ("x",)}, "rollout.stop ()"),
+        ({"max_new_tokens": 6, "top_p": 0.9}, "rollout.max_new_tokens 10, rollout.top_p 1.0"),
+    ],
+)
+def test_groups_of_other_settings_are_begun_again(settings: dict[str, Any], told: str | None) -> None:
+    """With the run's settings, and their own seeds; they would be longer than the run allows, or sampled otherwise."""
+    requests = make_requests(0, 2)
+    finished, begun = (
+        respond(requests[0], 8, 0, ends=True),
+        going_on(requests[1], respond(requests[1], 7, 0, ends=False)),
+    )
+    groups = resume.opened([], [7, 8], [requests[0], begun, *requests[2:]])
+    groups = [group.after({finished.request_id: replace(finished, reward=1.0)}, {}) for group in groups]
+    rollout = RolloutConfig(group_size=SIZE, oversample=2, partial=True, **{"max_new_tokens": 10} | settings)
+    back, notes = resumed(rollout, groups)
+    if told is None:
+        assert (back[0].requests, len(back[0].finished), notes) == (groups[0].requests, 1, [])
+        return
+    fresh = [replace(request, sampling=sampling_of(rollout)) for request in requests]
+    assert back == resume.opened([], [7, 8], fresh)
+    assert notes == [f"open groups of other settings are begun again: {told}"]
 
 
 def test_a_damaged_state_is_refused() -> None:

@@ -292,7 +292,8 @@ def test_what_is_nested_too_deep_is_refused() -> None:
         deep = {"a": deep}
     tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
     told: list[Refusal] = []
-    call: Any = SimpleNamespace(body=Body(messages=[{"role": "user", "content": "a"}], tools=tools), tell=told.append)
+    body = Body(messages=[{"role": "user", "content": "a"}], tools=tools)
+    call: Any = SimpleNamespace(body=body, is_given_up=False, tell=told.append)
     assert Session(request(0), TOKENIZER, max_prompt_tokens=LONGEST).ask(call) == []
     assert [(refusal.status, str(refusal)[:21]) for refusal in told] == [(400, "body: RecursionError:")]
 
@@ -349,9 +350,14 @@ def test_the_example_is_one_sequence_and_an_agent_that_edits_has_several() -> No
     assert [(t.num_turns, t.reward, t.failure) for t in found] == [(3, 0.0, ""), (4, 1.0, "")]
 
 
-def test_what_an_agent_may_not_return_ends_the_run() -> None:
-    with pytest.raises(DataError, match=r"SaysMuch: run returned '1', expected a finite number as reward"):
-        rollout([problem(0, "SaysMuch")])
+def test_what_an_agent_may_not_return_fails_its_session() -> None:
+    name = "tests.rollout.agents:"
+    found = rollout([problem(i, kind) for i, kind in enumerate(("SaysMuch", "Talks", "Unmade"))])
+    assert [t.failure for t in found] == [
+        f"{name}SaysMuch: run: it returned '1' of type str, expected a finite number as reward",
+        "",
+        f"{name}Unmade: run: ValueError('cannot be made')",
+    ]
 
 
 def test_an_agent_needs_a_template_and_a_form(monkeypatch: pytest.MonkeyPatch) -> None:

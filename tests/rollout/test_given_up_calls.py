@@ -1,0 +1,186 @@
+"""A call that its client gave up leaves nothing to learn from, and the next one goes on as if it had not been made."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specactor.rollout import resume
+from specactor.rollout.endpoint import Body, Call, Endpoint, Part, Refusal
+from specactor.rollout.session import MAX_SEQUENCES, Session
+from specactor.types import RolloutRequest, Trajectory
+from tests.rollout.test_sessions import (
+    LONGEST,
+    MAX_NEW,
+    TOKENIZER,
+    Scripted,
+    differing,
+    expected,
+    fitting,
+    problem,
+    request,
+    rollout,
+    stops_at,
+)
+
+
+class Holds(Scripted):
+    """Holds a prompt that it has not seen until the request is aborted, or another of that prompt answered."""
+
+    def __init__(self, *, heeds_aborts: bool = True) -> None:
+        super().__init__(stops_at=stops_at)
+        self.heeds_aborts, self.held, self.answered = heeds_aborts, list[RolloutRequest](), set[tuple[int, ...]]()
+
+    def generate(self, requests: Sequence[RolloutRequest], **how: Any) -> None:
+        [one] = requests
+        with self.lock:
+            if is_new := one.prompt_ids not in {held.prompt_ids for held in self.held}:
+                self.held.append(one)
+        until = time.monotonic() + 60
+        while is_new and one.request_id not in self.aborted and one.prompt_ids not in self.answered:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        if is_new and self.heeds_aborts and one.request_id in self.aborted:
+            cut = {"token_ids": [5, 6], "logprobs": [-1.0, -1.0], "finish_reason": "abort", "version": 1}
+            how["on_finished"](resume.whole(one, **cut))
+            return
+        super().generate(requests, **how)
+        self.answered.add(one.prompt_ids)
+
+
+@pytest.mark.parametrize("heeds_aborts", [True, False], ids=["aborted", "too late to abort"])
+def test_what_a_client_gave_up_and_asked_again_is_learned_from_once(heeds_aborts: bool) -> None:
+    """To the token as if it had been patient, in each turn."""
+    [*_, p] = fitting(3)
+    problems, engine = [replace(p, verifier="tests.rollout.agents:GivesUp")], Holds(heeds_aborts=heeds_aborts)
+    found = rollout(problems, engines=[engine])
+    assert differing(problems, found) == 0
+    assert (found[0].num_turns, len(engine.held)) == (3, 3)
+    assert not heeds_aborts or {held.request_id for held in engine.held} <= engine.aborted
+
+
+def test_an_agent_that_gives_up_its_call_has_as_long_for_the_next_as_others() -> None:
+    [t] = rollout([problem(0, "GivesUpAndHangs")], engines=[Holds()], timeout_s=2.0)
+    assert t.failure == "tests.rollout.agents:GivesUpAndHangs: run: no call in time"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_answered", [0, 1, 2])
+def test_the_endpoint_tells_of_clients_that_hang_up_before_their_answer(stream: bool, num_answered: int) -> None:
+    taken: queue.Queue[Call] = queue.Queue()
+    endpoint = Endpoint()
+    base_url, key = endpoint.base_url, endpoint.open(taken.put)
+    host, _, port = base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+    body = json.dumps({"messages": [], "n": 2, "stream": stream})
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        call = taken.get(timeout=60)
+        for choice in range(num_answered):
+            call.tell(Part(choice=choice, delta={"content": "a"}, finish_reason="stop"))
+        if num_answered == 2 or (stream and num_answered):
+            assert client.recv(1)
+    if num_answered < 2:
+        assert taken.get(timeout=60) is call
+    endpoint.close()
+    assert call.is_given_up == (num_answered < 2)
+    assert taken.empty()
+
+
+def begun() -> Session:
+    return Session(request(0), TOKENIZER, max_prompt_tokens=LONGEST)
+
+
+def made(*said: str, **options: Any) -> Call:
+    loop = asyncio.new_event_loop()
+    loop.close()  # nobody waits
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+    return Call(body=Body(messages=messages, **options), loop=loop)
+
+
+def answer(session: Session, turn: RolloutRequest, text: str = "yes") -> None:
+    ids = TOKENIZER.encode(text)
+    session.hear(
+        resume.whole(turn, token_ids=ids, logprobs=[-1.0] * len(ids), finish_reason="stop", version=1),
+        lambda text, tools: (text, []),
+    )
+
+
+def give_up(session: Session, call: Call) -> None:
+    call.is_given_up = True
+    assert session.ask(call) == []
+
+
+def facts(t: Trajectory) -> Any:
+    return [(s.prompt_ids, s.token_ids, s.seed, s.loss_mask) for s in (t, *t.branches)]
+
+
+@pytest.mark.parametrize("num_heard", [0, 1, 2])
+def test_answers_that_were_heard_and_not_sent_are_taken_back(num_heard: int) -> None:
+    """In the midst of a sequence, which goes on from there with the same noise."""
+    found = []
+    for gives_up in (True, False):
+        session = begun()
+        [first] = session.ask(made("a"))
+        answer(session, first)
+        if gives_up:
+            call = made("a", "yes", "b", n=2)
+            turns = session.ask(call)
+            for turn in turns[:num_heard]:
+                answer(session, turn, "maybe")
+            give_up(session, call)
+            for turn in turns[num_heard:]:
+                answer(session, turn, "late")
+        turns = session.ask(made("a", "yes", "b", n=2))
+        for turn in turns:
+            answer(session, turn, "no")
+        [last] = session.ask(made("a", "yes", "b", "no", "c"))
+        answer(session, last)
+        found.append((facts(session.whole()), [(turn.prompt_ids, turn.seed, turn.num_earlier) for turn in turns]))
+        [edits] = session.ask(made("a", "yes", "b", "maybe", "c"))
+        assert edits.num_earlier == 0, "what was taken back is not gone on from"
+    assert found[0] == found[1]
+
+
+def test_no_two_turns_share_noise_whichever_was_given_up() -> None:
+    session, calls = begun(), [made("a"), made("a"), made("a", stream=True)]
+    turns = [turn for call in calls for turn in session.ask(call)]
+    give_up(session, calls[0])
+    turns += session.ask(made("a"))
+    assert len({turn.seed for turn in turns}) == 4, "the second is still open"
+    give_up(session, calls[2])
+    turns += session.ask(made("a"))
+    assert len({turn.seed for turn in turns}) == 5, "a streamed one may have been read"
+
+
+def test_a_session_that_only_hangs_up_ends_by_itself() -> None:
+    session, told, count = begun(), list[Refusal](), 0
+    body = made("a").body
+    while not told:
+        call: Any = SimpleNamespace(body=body, is_given_up=False, tell=told.append)
+        session.ask(call)
+        give_up(session, call)
+        count += 1
+    assert told[0].code == "session_over"
+    assert count == MAX_SEQUENCES * MAX_NEW + 1
+
+
+def test_a_given_up_call_that_stays_would_be_seen() -> None:
+    """As a branch, of the session's reward."""
+    [p] = fitting(1)
+    session, prompt = begun(), expected(p, 1)[0]
+    [first, second] = [turn for _ in range(2) for turn in session.ask(made(p.prompt))]
+    assert first.prompt_ids == second.prompt_ids == tuple(prompt)
+    for turn in (first, second):
+        answer(session, turn)
+    assert len(session.whole().branches) == 1
