@@ -13,12 +13,13 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from specactor.errors import EngineError
+from specactor.rollout.child_process import ChildDied
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import REPORT_TOKENS, Driver
 from specactor.rollout.refill import Refill
 from specactor.rollout.requests import assign, merge
-from specactor.rollout.sglang.engine_client import Engine, EngineDied, EngineSpec
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
 from specactor.rollout.tail import WakeWhereItPays
 from specactor.rollout.waiting import Waiting
@@ -231,7 +232,7 @@ class EnginePool:
         """Act on living engines; `restart_lost` sees to those that die."""
 
         def run(engine: Engine) -> None:
-            with contextlib.suppress(EngineDied):
+            with contextlib.suppress(ChildDied):
                 action(engine)
 
         self._each([engine for engine in self.engines if engine.alive], run)
