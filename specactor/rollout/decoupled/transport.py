@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -71,22 +70,6 @@ def new_session() -> int:
 def local_endpoint() -> str:
     """Return a new address on this host, a fifth faster than TCP."""
     return f"ipc://@specactor-drafter-{secrets.token_hex(8)}"
-
-
-class Link(Protocol):
-    num_drafters: int
-
-    def send(self, drafter: int, frame: bytes) -> bool:
-        """Send a frame; return False where it was dropped: the queue is full, or nobody is there."""
-
-    def receive(self) -> list[tuple[int, bytes]]:
-        """Return (drafter, frame) of all that have arrived."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether something arrives in that time."""
-
-    def close(self) -> None:
-        """It may be called again."""
 
 
 class ZmqLink:
