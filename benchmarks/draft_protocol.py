@@ -9,7 +9,7 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.results import Result, publish, spread
-from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.continuer import Continuer, Lane
 from specactor.rollout.decoupled.main import serve
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
 from specactor.rollout.decoupled.spec import Started
@@ -36,16 +36,13 @@ AIMS_MS = {64: 0.3, 256: 1.0}  # of the median, by requests
 RIGHT = 0.8  # share of requests whose round accepts all; the others' first draft token is wrong
 
 
-class Null:
+class Null(Continuer):
     """Drafts the same token always, in no time."""
 
     version = 1
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
         return [[lane.prompt_ids[-1]] for lane in lanes]
-
-    def forget(self, key: Hashable) -> None:
-        pass
 
 
 @dataclass(frozen=True, kw_only=True)
