@@ -28,18 +28,16 @@ from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.protocol import Drops
 from specactor.rollout.decoupled.spec import (
     TO_DRAFTER,
-    AskAlive,
+    Ask,
     AskWork,
     DrafterSpec,
     FromDrafter,
     Renew,
     Renewed,
     Rested,
-    Sleep,
     Start,
     Started,
     ToDrafter,
-    Wake,
     Work,
 )
 from specactor.rollout.decoupled.transport import DrafterKeys, Hub, new_session
@@ -78,7 +76,7 @@ def serve(
     try:
         with _termination() as terminated:
             files = [terminated] if owner_fd is None else [terminated, owner_fd]
-            on_ready(Started(endpoint=hub.endpoint, pid=os.getpid(), version=continuer.version))
+            on_ready(Started(endpoint=hub.endpoint, version=continuer.version))
             while os.getppid() == parent:
                 began_s = time.perf_counter()
                 readable = loop.wait(files)
@@ -329,11 +327,11 @@ def _answer(loop: Loop, message: ToDrafter) -> FromDrafter:
             return loop.work(trace=message.trace)
         case Renew():
             return loop.renew(message.weights)
-        case Sleep():
+        case Ask(verb="sleep"):
             return loop.sleep()
-        case Wake():
+        case Ask(verb="wake"):
             return loop.wake()
-        case AskAlive():
+        case Ask():
             return loop.rested()
         case Start():
             raise ProtocolError("a second Start")

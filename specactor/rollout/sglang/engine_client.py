@@ -22,14 +22,12 @@ from specactor.rollout.frames import Failed
 from specactor.rollout.sglang import speculation_calls
 from specactor.rollout.sglang.engine_protocol import (
     FROM_ENGINE,
-    Abort,
     Command,
     Done,
     EngineSpec,
     Finished,
     FromEngine,
     Generate,
-    News,
     Progress,
     RankCall,
     RankReplies,
@@ -99,7 +97,7 @@ class Engine(ChildProcess[FromEngine]):
         check_servable(requests, self.spec, self.ready)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         finished: dict[int, Trajectory] = {}
-        running: dict[int, tuple[list[int], list[float]]] = {}
+        running: dict[int, _Parts] = {}
         bare = [resume.bare(request) for request in requests]
         with self.call(Generate(requests=bare, report_tokens=report_tokens)) as call:
             while True:
@@ -113,9 +111,9 @@ class Engine(ChildProcess[FromEngine]):
                     finished[message.request] = trajectory
                     if on_finished is not None:
                         on_finished(trajectory)
-                if isinstance(message, Progress) and message.news is not None and on_progress is not None:
-                    request = requests[message.news.request]
-                    on_progress(request, response_so_far(request, message.news, running, self.version))
+                if isinstance(message, Progress) and message.request is not None and on_progress is not None:
+                    request, parts = requests[message.request], running.setdefault(message.request, ([], []))
+                    on_progress(request, response_so_far(request, message, parts, self.version))
         return [finished[i] for i in range(len(requests))]
 
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
@@ -147,7 +145,7 @@ class Engine(ChildProcess[FromEngine]):
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """End these requests, where they run."""
-        self._do(Abort(request_ids=list(request_ids)))
+        self._do(Command(verb="abort_requests", request_ids=list(request_ids)))
 
     def pause(self) -> None:
         """Hold generation between two steps."""
@@ -214,7 +212,7 @@ class Engine(ChildProcess[FromEngine]):
             if time.monotonic() - max(began, self.moved_s) >= patience:
                 raise self._given_up(f"made no progress for {patience:g} s and was ended.")
 
-    def _do(self, message: Abort | Command) -> None:
+    def _do(self, message: Command) -> None:
         answer = self._ask(message, _COMMAND_TIMEOUT_S)
         if not isinstance(answer, Done):
             raise EngineError(f"{self.name}: {_text(answer)}")
@@ -246,7 +244,7 @@ def running(spec: EngineSpec, **environment: str) -> Iterator[Engine]:
         engine.stop()
 
 
-_Parts = dict[int, tuple[list[int], list[float]]]  # tokens and log-probabilities reported so far, by request
+_Parts = tuple[list[int], list[float]]  # tokens and log-probabilities that a request has reported so far
 
 
 def check_servable(requests: Sequence[RolloutRequest], spec: EngineSpec, ready: Ready) -> None:
@@ -293,9 +291,9 @@ def whole_response(request: RolloutRequest, message: Finished, spec: EngineSpec,
     )
 
 
-def response_so_far(request: RolloutRequest, news: News, parts: _Parts, version: int) -> Trajectory:
+def response_so_far(request: RolloutRequest, news: Progress, parts: _Parts, version: int) -> Trajectory:
     """Add the news to `parts`, and return what the request has, without experts."""
-    tokens, logprobs = parts.setdefault(news.request, ([], []))
+    tokens, logprobs = parts
     tokens += news.token_ids
     logprobs += news.logprobs
     return resume.whole(request, token_ids=tokens, logprobs=logprobs, finish_reason="abort", version=version)

@@ -45,8 +45,7 @@ class DrafterProcess:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        self.ready = msgspec.json.decode(line, type=Started)
-        self.endpoint = self.ready.endpoint
+        self.endpoint = msgspec.json.decode(line, type=Started).endpoint
 
     def end(self) -> dict[str, int]:
         """Orderly; what it said in the end."""

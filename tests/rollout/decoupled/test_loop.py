@@ -114,14 +114,14 @@ def test_a_stopped_drafter_costs_no_time_and_comes_back(start: Start, connected:
     engine.open(6)
     engine.until(lambda: engine.drafter.tails.live == [0, 1], "not there")
     engine.until_drafts()
-    os.kill(sleeper.ready.pid, signal.SIGSTOP)
+    os.kill(sleeper.process.pid, signal.SIGSTOP)
     try:
         engine.longest_round_s = 0.0
         engine.until(lambda: engine.drafter.tails.live == [1], "not missed")
         engine.until_drafts()
         assert engine.longest_round_s < SILENT_S / 2
     finally:
-        os.kill(sleeper.ready.pid, signal.SIGCONT)
+        os.kill(sleeper.process.pid, signal.SIGCONT)
     engine.until(lambda: engine.drafter.tails.live == [0, 1], "not back")
     engine.until_drafts()
     engine.close()

@@ -12,6 +12,7 @@ from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import Address, EngineKeys, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
+from specactor.rollout.process_guard import descendants
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.speculation.counters import Counts
 from specactor.types import RolloutRequest, Trajectory
@@ -70,7 +71,9 @@ class Setting:
     @property
     def pid(self) -> int:
         """Of the drafter."""
-        return self.drafters.drafters[0].wait_ready().pid
+        drafter = self.drafters.drafters[0]
+        drafter.wait_ready()
+        return descendants(drafter.pid)[0]
 
     def wanted(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
         return [self.plain[r.request_id] for r in requests]
