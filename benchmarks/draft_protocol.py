@@ -22,7 +22,7 @@ from specactor.rollout.decoupled.continuer import Continuer, Lane
 from specactor.rollout.decoupled.main import serve
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
 from specactor.rollout.decoupled.spec import Started
-from specactor.rollout.decoupled.transport import Address, DrafterKeys, local_endpoint, make_keys
+from specactor.rollout.decoupled.transport import Address, Keys, local_endpoint, make_keys
 from specactor.rollout.speculation.drafter import DraftSequence
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +70,7 @@ def measure(requests: int, endpoint: str, *, curve: bool = False, rounds: int = 
         process.communicate()
 
 
-def _start(endpoint: str, keys: DrafterKeys | None) -> subprocess.Popen[bytes]:
+def _start(endpoint: str, keys: Keys | None) -> subprocess.Popen[bytes]:
     text = msgspec.json.encode(keys).decode() if keys else ""
     command = [sys.executable, "-m", "benchmarks.draft_protocol", "--serve", endpoint, "--keys", text]
     return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--keys", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve:
-        keys = msgspec.json.decode(options.keys, type=DrafterKeys) if options.keys else None
+        keys = msgspec.json.decode(options.keys, type=Keys) if options.keys else None
         tell = lambda ready: print(msgspec.json.encode(ready).decode(), flush=True)  # noqa: E731
         serve(Null(), endpoint=options.serve, keys=keys, on_ready=tell)
         return

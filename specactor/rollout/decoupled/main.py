@@ -40,7 +40,7 @@ from specactor.rollout.decoupled.spec import (
     ToDrafter,
     Work,
 )
-from specactor.rollout.decoupled.transport import DrafterKeys, Hub, new_session
+from specactor.rollout.decoupled.transport import Hub, Keys, new_session
 from specactor.rollout.frames import Failed, ProtocolError
 from specactor.rollout.speculation.costs import Point
 from specactor.trace import Recorder
@@ -57,7 +57,7 @@ def serve(
     *,
     endpoint: str,
     on_ready: Callable[[Started], None],
-    keys: DrafterKeys | None = None,
+    keys: Keys | None = None,
     max_tokens: int = 4_000_000,
     owner_fd: int | None = None,
     asleep: bool = False,

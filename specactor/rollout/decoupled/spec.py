@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from specactor.rollout.decoupled.transport import DrafterKeys
+from specactor.rollout.decoupled.transport import Keys
 from specactor.rollout.frames import Failed
 from specactor.rollout.speculation.costs import METHOD, Point
 from specactor.trace import Span
@@ -20,7 +20,7 @@ class DrafterSpec:
     index: int
     drafter: str = METHOD  # as engines call it, by its draft model: decoupled, decoupled:2, ..
     endpoint: str  # where it listens, the same after a restart
-    keys: DrafterKeys | None = None
+    keys: Keys | None = None
     model_dir: str  # folder of a dense model in Hugging Face format
     dtype: str  # float32 or bfloat16
     device: int  # A GPU, or without GPUs a core

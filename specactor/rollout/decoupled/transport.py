@@ -32,33 +32,29 @@ _LINGER_MS = 100  # of an engine that closes: its last words
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineKeys:
+class Keys:
+    """Of an engine, or of a drafter."""
+
     public: str
     secret: str = field(repr=False)
-    drafter_public: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrafterKeys:
-    public: str
-    secret: str = field(repr=False)
-    engine_public: str
+    peer: str  # the other end's public key
 
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
     endpoint: str
-    keys: EngineKeys | None = None  # none: it hears everybody on its host
+    keys: Keys | None = None  # none: it hears everybody on its host
     drafter: str = "decoupled"  # as engines call it
 
 
-def make_keys() -> tuple[EngineKeys, DrafterKeys]:
+def make_keys() -> tuple[Keys, Keys]:
+    """Return an engine's and a drafter's."""
     (engine_public, engine_secret), (drafter_public, drafter_secret) = (
         (public.decode(), secret.decode()) for public, secret in (zmq.curve_keypair(), zmq.curve_keypair())
     )
     return (
-        EngineKeys(public=engine_public, secret=engine_secret, drafter_public=drafter_public),
-        DrafterKeys(public=drafter_public, secret=drafter_secret, engine_public=engine_public),
+        Keys(public=engine_public, secret=engine_secret, peer=drafter_public),
+        Keys(public=drafter_public, secret=drafter_secret, peer=engine_public),
     )
 
 
@@ -90,7 +86,7 @@ class ZmqLink:
         if (keys := address.keys) is not None:
             socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()
-            socket.curve_serverkey = keys.drafter_public.encode()
+            socket.curve_serverkey = keys.peer.encode()
         socket.connect(address.endpoint)
         return socket
 
@@ -124,14 +120,14 @@ class ZmqLink:
 
 
 class Hub:
-    def __init__(self, endpoint: str, *, keys: DrafterKeys | None = None, drops: Drops | None = None) -> None:
+    def __init__(self, endpoint: str, *, keys: Keys | None = None, drops: Drops | None = None) -> None:
         """Listen at ``ipc://@name`` or ``tcp://127.0.0.1:*``; `drops` counts who is refused. Raises ConfigError for an
         address that cannot be had, or that other hosts reach without keys."""
         _check_reach(endpoint, keys)
         self.drops = drops or Drops("drafter")
         self._keys = keys
         self._context = zmq.Context()
-        self._authenticator = None if keys is None else self._admit(keys.engine_public)
+        self._authenticator = None if keys is None else self._admit(keys.peer)
         self._socket = self._context.socket(zmq.ROUTER)
         self._inputs = [(self._socket, _INPUT)]
         _prepare(self._socket, endpoint)
@@ -232,7 +228,7 @@ def _session(name: bytes) -> int:
     return int.from_bytes(name[1:], "little") if len(name) == 9 and name[:1] == b"V" else 0
 
 
-def _check_reach(endpoint: str, keys: DrafterKeys | None) -> None:
+def _check_reach(endpoint: str, keys: Keys | None) -> None:
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc" or keys is not None:
         return

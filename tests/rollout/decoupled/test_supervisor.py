@@ -19,7 +19,7 @@ from specactor.rollout.decoupled import supervisor
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
 from specactor.rollout.decoupled.spec import Ask, AskWork, DrafterSpec, Rested, Work
 from specactor.rollout.decoupled.supervisor import DrafterProcess
-from specactor.rollout.decoupled.transport import Address, EngineKeys, ZmqLink, local_endpoint, make_keys, new_session
+from specactor.rollout.decoupled.transport import Address, Keys, ZmqLink, local_endpoint, make_keys, new_session
 from specactor.rollout.process_guard import descendants
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.weights_sync.draft_push import DraftSender
@@ -350,7 +350,7 @@ def test_what_it_drops_and_refuses_is_told_once(drafter: DrafterProcess) -> None
 
     assert work() == {}
     strangers = make_keys()[0]
-    wrong = EngineKeys(public=strangers.public, secret=strangers.secret, drafter_public=ENGINE_KEYS.drafter_public)
+    wrong = Keys(public=strangers.public, secret=strangers.secret, peer=ENGINE_KEYS.peer)
     stranger = ZmqLink(new_session(), [Address(endpoint=drafter.spec.endpoint, keys=wrong)])
     assert told("refused") > 0
     stranger.close()

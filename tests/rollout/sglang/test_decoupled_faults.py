@@ -262,7 +262,7 @@ def test_drafters_of_two_hosts_with_keys_of_their_own(setting: Setting) -> None:
             for spec, keys in zip(specs, of_engines, strict=True):
                 assert_holds_nothing(spec.endpoint, keys)
             strangers, _ = make_keys()
-            pretending = [replace(strangers, drafter_public=keys.drafter_public) for keys in of_engines]
+            pretending = [replace(strangers, peer=keys.peer) for keys in of_engines]
             for wrong in (of_engines[::-1], [strangers, strangers], pretending, [None, None]):
                 setting.aim_at(specs, wrong)
                 setting.start(decoupled())
