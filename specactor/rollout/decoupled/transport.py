@@ -127,7 +127,10 @@ class Hub:
         self.drops = drops or Drops("drafter")
         self._keys = keys
         self._context = zmq.Context()
-        self._authenticator = None if keys is None else self._admit(keys.peer)
+        self._authenticator = None if keys is None else ThreadAuthenticator(self._context)
+        if self._authenticator is not None:
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(credentials_provider=self)
         self._socket = self._context.socket(zmq.ROUTER)
         self._inputs = [(self._socket, _INPUT)]
         _prepare(self._socket, endpoint)
@@ -146,11 +149,14 @@ class Hub:
             raise ConfigError.at("drafter endpoint", endpoint, "a free address of this host", f"{error}.") from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with a number for a ``*``
 
-    def _admit(self, engine_public: str) -> ThreadAuthenticator:
-        authenticator = ThreadAuthenticator(self._context)
-        authenticator.start()
-        authenticator.configure_curve_callback(credentials_provider=_Only(engine_public, self.drops))
-        return authenticator
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Admit the owner of one key, and count others; for pyzmq's authenticator."""
+        assert self._keys is not None
+        admitted = secrets.compare_digest(key, self._keys.peer.encode())
+        if not admitted:
+            key_text = key.decode(errors="replace")
+            self.drops.add("refused", f"a connection with the key {key_text}, of another run; end that one")
+        return admitted
 
     def receive(self) -> list[tuple[int, bytes]]:
         """Return (engine's session or 0, frame) of all that have arrived."""
@@ -192,20 +198,6 @@ class Hub:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
-
-
-class _Only:
-    """Admits the owner of one key; counts others."""
-
-    def __init__(self, public: str, drops: Drops) -> None:
-        self._public, self._drops = public.encode(), drops
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        admitted = secrets.compare_digest(key, self._public)
-        if not admitted:
-            key_text = key.decode(errors="replace")
-            self._drops.add("refused", f"a connection with the key {key_text}, of another run; end that one")
-        return admitted
 
 
 def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
