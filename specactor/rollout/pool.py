@@ -155,11 +155,8 @@ class EnginePool:
         while lost := [engine for engine in self.engines if not engine.alive]:
             replaced.update(engine.index for engine in lost)
             if time.monotonic() + pause_s >= deadline:
-                raise EngineError(
-                    f"engine {lost[0].index} died and could not be replaced within {self._restart_limit_s:g} s, half "
-                    "of what other ranks wait. The end of its log, "
-                    f"{lost[0].spec.log_file}:\n{lost[0].log_tail()}"
-                )
+                within = f"within {self._restart_limit_s:g} s, half of what other ranks wait."
+                raise EngineError(lost[0].with_log(f"died and could not be replaced {within}"))
             time.sleep(pause_s)  # what killed it, such as memory that another process holds, may pass
             pause_s *= 2
             self._replace_lost(deadline)
@@ -173,10 +170,8 @@ class EnginePool:
             engine.kill()
             limit = engine.spec.config.max_restarts
             if self._restarts[engine.index] >= limit:
-                raise EngineError(
-                    f"rollout.engine.max_restarts: engine {engine.index} died {limit + 1} times, allowed are {limit} "
-                    f"restarts. The end of its log, {engine.spec.log_file}:\n{engine.log_tail()}"
-                )
+                what = engine.with_log(f"died {limit + 1} times, allowed are {limit} restarts.")
+                raise EngineError(f"rollout.engine.max_restarts: {what}")
             self._restarts[engine.index] += 1
             self.engines[position] = Engine(engine.spec)
 
