@@ -32,6 +32,7 @@ from specactor.data.tiny_model import make_tiny_model
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, DrafterAccess, local_endpoint
+from specactor.rollout.process_guard import descendants
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.types import RolloutRequest, SamplingParams
 
@@ -181,7 +182,7 @@ def measure(batches: Sequence[int], repetitions: int, clock: Callable[[Engine], 
         while not contests[batches[0]].drafted("window 4"):
             if time.monotonic() > deadline:
                 raise SystemExit("dead_drafter: the living drafter drafted nothing")
-        pid = drafter.wait_ready().pid
+        (pid,) = descendants(drafter.pid)
         for state, by in (("stopped", signal.SIGSTOP), ("killed", signal.SIGKILL)):
             os.kill(pid, by)
             for batch, contest in contests.items():

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import xxhash
 
-from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.continuer import Continuer, Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 
@@ -139,10 +139,8 @@ class Text(Drafter):
         return drafts
 
 
-class Elsewhere:
+class Elsewhere(Continuer):
     """The same as the continuer of a drafter process."""
-
-    version = 0
 
     def __init__(self, spec: DrafterSpec) -> None:
         self._script = Script.read(spec.model_dir)
@@ -159,6 +157,3 @@ class Elsewhere:
 
     def runners_up(self) -> list[int]:
         return self._runners_up
-
-    def forget(self, key: Hashable) -> None:
-        pass

@@ -9,7 +9,7 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 
 from benchmarks.results import Result, publish, spread
-from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.continuer import Continuer, Lane
 from specactor.rollout.decoupled.main import serve
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
 from specactor.rollout.decoupled.spec import Started
-from specactor.rollout.decoupled.transport import Address, DrafterKeys, local_endpoint, make_keys
+from specactor.rollout.decoupled.transport import Address, Keys, local_endpoint, make_keys
 from specactor.rollout.speculation.drafter import DraftSequence
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,16 +36,13 @@ AIMS_MS = {64: 0.3, 256: 1.0}  # of the median, by requests
 RIGHT = 0.8  # share of requests whose round accepts all; the others' first draft token is wrong
 
 
-class Null:
+class Null(Continuer):
     """Drafts the same token always, in no time."""
 
     version = 1
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
         return [[lane.prompt_ids[-1]] for lane in lanes]
-
-    def forget(self, key: Hashable) -> None:
-        pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +70,7 @@ def measure(requests: int, endpoint: str, *, curve: bool = False, rounds: int = 
         process.communicate()
 
 
-def _start(endpoint: str, keys: DrafterKeys | None) -> subprocess.Popen[bytes]:
+def _start(endpoint: str, keys: Keys | None) -> subprocess.Popen[bytes]:
     text = msgspec.json.encode(keys).decode() if keys else ""
     command = [sys.executable, "-m", "benchmarks.draft_protocol", "--serve", endpoint, "--keys", text]
     return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
@@ -132,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--keys", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve:
-        keys = msgspec.json.decode(options.keys, type=DrafterKeys) if options.keys else None
+        keys = msgspec.json.decode(options.keys, type=Keys) if options.keys else None
         tell = lambda ready: print(msgspec.json.encode(ready).decode(), flush=True)  # noqa: E731
         serve(Null(), endpoint=options.serve, keys=keys, on_ready=tell)
         return

@@ -24,8 +24,8 @@ from specactor.trace import Span
 from specactor.trainer.advantages import AdvantageKind, group_advantages
 from specactor.trainer.drafter.refresh import Distillation
 from specactor.trainer.policy import PolicyTrainer, TrainStats
+from specactor.trainer.shards import RankShards
 from specactor.types import ScoredGroup, TrainSequence
-from specactor.weights_sync.push import WeightSource
 from specactor.weights_sync.sender import SyncReport, WeightSender
 
 
@@ -37,7 +37,7 @@ class SpecActor:
     devices: DeviceMemory
     rollouts: RolloutCollector
     sender: WeightSender
-    weights: WeightSource
+    weights: RankShards
     collective: Collective
     progress: Progress
     distillation: Distillation | None  # keeps the draft model fresh; None: it does not learn

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,31 +14,16 @@ from torch import Tensor
 from specactor.parallel.collective import Collective
 from specactor.parallel.devices import return_unused
 
-
-class Trainer(Protocol):
-    def offload(self) -> None: ...
-
-    def reload(self) -> None: ...
-
-
-class Engines(Protocol):
-    def wait_ready(self) -> None: ...
-
-    def release_memory(self) -> None: ...
-
-    def resume_weights(self) -> None: ...
-
-    def resume_memory(self) -> None: ...
-
-
-TrainerT = TypeVar("TrainerT", bound=Trainer)
+if TYPE_CHECKING:
+    from specactor.rollout.pool import EnginePool
+    from specactor.trainer.policy import PolicyTrainer
 
 
 class DeviceMemory:
     """This rank's engines and trainer, which hand memory over on the same GPUs (`is_shared`). All methods are
     collective."""
 
-    def __init__(self, collective: Collective, engines: Engines, *, is_shared: bool) -> None:
+    def __init__(self, collective: Collective, engines: EnginePool, *, is_shared: bool) -> None:
         self._collective, self._engines, self._is_shared = collective, engines, is_shared
         self.used_bytes: dict[str, int] = {}
         """Of the GPU at the end of each phase of `planning.memory`, with what torch keeps: nearly the most of it."""
@@ -47,7 +32,9 @@ class DeviceMemory:
         if self._is_shared:
             self.used_bytes[phase] = in_use()
 
-    def start(self, make: Callable[[], TrainerT], *, others: Sequence[tuple[str, Callable[[], None]]] = ()) -> TrainerT:
+    def start(
+        self, make: Callable[[], PolicyTrainer], *, others: Sequence[tuple[str, Callable[[], None]]] = ()
+    ) -> PolicyTrainer:
         """Wait for `others` (name, wait) and engines, which then have memory for weights; return the trainer that
         `make` makes."""
         trainer = make() if not self._is_shared else None
@@ -59,13 +46,13 @@ class DeviceMemory:
             self.to_weights(trainer)
         return trainer
 
-    def to_trainer(self, trainer: Trainer) -> None:
+    def to_trainer(self, trainer: PolicyTrainer) -> None:
         """Release all of the engines' memory, and bring gradients and optimizer back."""
         self._ended("rollout")
         self._collective.together("release", self._engines.release_memory)
         trainer.reload()
 
-    def to_weights(self, trainer: Trainer) -> None:
+    def to_weights(self, trainer: PolicyTrainer) -> None:
         """Offload gradients and optimizer, and give engines memory for weights, undefined until they are sent."""
         self._ended("train")
         trainer.offload()

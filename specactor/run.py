@@ -57,7 +57,6 @@ from specactor.trainer.drafter.refresh import Distillation, left_behind
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import RankShards
 from specactor.trainer.warmup import find_solver, initial_model, warmed_up_model, with_draft_model
-from specactor.weights_sync.push import WeightSource
 from specactor.weights_sync.sender import WeightSender
 
 
@@ -283,7 +282,7 @@ def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Datas
     return Dataset.of(sets) if len(sets) > 1 else sets[0], held_out
 
 
-def _weights(trainer: PolicyTrainer, members: Sequence[Member]) -> WeightSource:
+def _weights(trainer: PolicyTrainer, members: Sequence[Member]) -> RankShards:
     machines = [member.machine for member in members]
     numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
     return RankShards(trainer.policy, trainer.shared_parameters, hosts=[numbers[machine] for machine in machines])

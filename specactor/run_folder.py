@@ -37,42 +37,25 @@ class Replay:
     """Groups ("3") and responses ("3.1") of that step that alone are run, one by one; they are not learned from."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    root: Path
+    def __init__(self, *, root: Path) -> None:
+        self.root = root
+        self.metrics = root / "metrics.jsonl"
+        self.checkpoints = root / "checkpoints"
+        self.replay = root / "replay.json"
+        self.export = root / "export"
+        self.engines = root / "engines"
+        self.status = root / "status.json"
+        self.draft_model = root / "draft_model"
 
     @classmethod
     def of(cls, config: Config) -> RunFolder:
         return cls(root=Path(config.output_dir) / config.name)
 
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def replay(self) -> Path:
-        return self.root / "replay.json"
-
     def read_replay(self) -> Replay | None:
         if not self.replay.exists():
             return None
         return msgspec.json.decode(self.replay.read_bytes(), type=Replay)
-
-    @property
-    def export(self) -> Path:
-        return self.root / "export"
-
-    @property
-    def engines(self) -> Path:
-        return self.root / "engines"
-
-    @property
-    def status(self) -> Path:
-        return self.root / "status.json"
 
     def write_status(self, status: Status) -> None:
         """Replace it, whole, without forcing it to the disk."""
@@ -97,10 +80,6 @@ class RunFolder:
             file = self.trace(step, host)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(chrome_trace(processes))
-
-    @property
-    def draft_model(self) -> Path:
-        return self.root / "draft_model"
 
     def evaluation(self, step: int, name: str = "eval") -> Path:
         """Return the file of a set's held-out responses after `step` RL steps, a JSON object per line."""

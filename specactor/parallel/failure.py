@@ -19,11 +19,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from specactor.errors import PeerFailedError, SpecActorError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 GRACE_S = 10.0  # longest wait for a lost peer's own report, and for an orderly end after Ctrl-C
 LINGER_S = 5.0
@@ -34,10 +37,6 @@ RESUME = "Continue with the same command and --resume auto."
 TICKETS = "specactor/failed_ranks"
 _LOOK_EVERY_S = 0.1
 _NOTICE_S = 1.0  # longest time between a peer's closed connections and its end
-
-
-class Store(Protocol):
-    def add(self, key: str, amount: int) -> int: ...
 
 
 class View(NamedTuple):

@@ -22,10 +22,10 @@ from specactor.parallel.collective import Collective
 from specactor.progress import Progress
 from specactor.replay.compare import TIES, Finding, Noise, first_difference
 from specactor.replay.records import SampleRecord, StepRecord
+from specactor.rollout.child_process import ChildDied
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.requests import sampling_of
 from specactor.rollout.resume import going_on
-from specactor.rollout.sglang.engine_client import EngineDied
 from specactor.samples import fetch
 from specactor.types import RolloutRequest, ScoredGroup, Trajectory, VersionSpan
 
@@ -149,7 +149,7 @@ class Audit:
                 continue
             try:
                 again = engine.generate([self._request(part, tokens) for part in given])
-            except EngineDied:  # the next sync replaces it
+            except ChildDied:  # the next sync replaces it
                 continue
             pairs = list(zip(given, again, strict=True))
             findings = [self._compare(step, [pair], tokens) for pair in pairs]

@@ -37,16 +37,7 @@ DIFFERENT = 1  # exit code where two runs differ
 
 
 def replay(argv: list[str], console: Console) -> int:
-    """Run steps of a run again, from the nearest checkpoint, and compare them with what it recorded.
-
-    --step N            the last step to run again
-    --group G ...       of step N these groups alone, one after the other; they are not learned from
-    --sample G.K ...    these responses of groups alone, likewise
-    --nproc N           ranks; by default as many as the run had
-    --key.path value    other settings, for example --rollout.speculation.mode off
-
-    Steps between the checkpoint and N are trained again. Exit code 0: all is equal; 1: something differs, and what.
-    """
+    """Run steps of a run again, and return the exit code, as `cli.replay` says."""
     options, overrides = _parser().parse_known_args(argv)
     source = options.run.resolve()
     recorded, config = records.read(records.file_of(source, options.step)), config_of(source)
@@ -95,12 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def diff(argv: list[str], console: Console) -> int:
-    """Compare two runs, or a run and its replay: the first step, sample, token or tensor that differs, and why.
-
-    --out FILE    where a page shows it; by default diff.html in the second run's folder
-
-    Exit code 0: all that both recorded is equal; 1: something differs.
-    """
+    """Compare two runs, and return the exit code, as `cli.diff` says."""
     parser = argparse.ArgumentParser(prog="specactor diff", add_help=False, allow_abbrev=False)
     parser.add_argument("a", type=Path)
     parser.add_argument("b", type=Path)

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 from specactor.errors import DataError, EngineError
 from specactor.rollout import resume
+from specactor.rollout.child_process import ChildDied
 from specactor.rollout.conversations import Answer, Conversations
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.refill import Refill
 from specactor.rollout.session import TURN
-from specactor.rollout.sglang.engine_client import Engine, EngineDied
+from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.tail import BorrowedDevices, EngineLoad, Running, WakeWhereItPays
 from specactor.rollout.waiting import Waiting
 from specactor.types import RolloutRequest, Trajectory
@@ -227,7 +228,7 @@ class Driver:
         if event.request is None or event.response is None:
             self._open_calls -= 1
             if event.error is not None:
-                if not isinstance(event.error, EngineDied):
+                if not isinstance(event.error, ChildDied):
                     raise event.error
                 for lost in self._running.pop(event.engine, {}):
                     self._thinking.pop(lost.partition(TURN)[0], None)  # an agent, which waits for what is lost
@@ -264,7 +265,7 @@ class Driver:
             raise EngineError(f"request {response.request_id}: SGLang aborted it. See the engine's log.")
         try:
             self._conversations.hear(response, self._engines[engine].parse_tools)
-        except EngineDied:  # the turn is lost with the engine
+        except ChildDied:  # the turn is lost with the engine
             return
         running.pop(response.request_id, None)
 
@@ -351,7 +352,7 @@ class Driver:
     def _abort(self, engine: int, request_ids: Iterable[str]) -> None:
         """Ask the engine to answer these with what there is."""
         if names := list(request_ids):
-            with contextlib.suppress(EngineDied):
+            with contextlib.suppress(ChildDied):
                 self._engines[engine].abort_requests(names)
 
     def _loads(self) -> list[EngineLoad]:
@@ -372,5 +373,5 @@ class Driver:
 
     def _each_engine(self, action: Callable[[Engine], object]) -> None:
         for engine in self._engines:
-            with contextlib.suppress(EngineDied):
+            with contextlib.suppress(ChildDied):
                 action(engine)

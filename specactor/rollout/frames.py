@@ -13,7 +13,7 @@ import msgspec
 
 from specactor.errors import EngineError
 
-VERSION = 3
+VERSION = 4
 START = 0  # number of the first call: the owner says what to start, and the answer says how that went
 MAX_BYTES = 1 << 30
 _HEADER = struct.Struct("<IB?I")  # bytes of the message, version, whether it is the last of its call, call

@@ -13,12 +13,13 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from specactor.errors import EngineError
+from specactor.rollout.child_process import ChildDied
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import REPORT_TOKENS, Driver
 from specactor.rollout.refill import Refill
 from specactor.rollout.requests import assign, merge
-from specactor.rollout.sglang.engine_client import Engine, EngineDied, EngineSpec
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
 from specactor.rollout.tail import WakeWhereItPays
 from specactor.rollout.waiting import Waiting
@@ -144,11 +145,8 @@ class EnginePool:
         while lost := [engine for engine in self.engines if not engine.alive]:
             replaced.update(engine.index for engine in lost)
             if time.monotonic() + pause_s >= deadline:
-                raise EngineError(
-                    f"engine {lost[0].index} died and could not be replaced within {self._restart_limit_s:g} s, half "
-                    "of what other ranks wait. The end of its log, "
-                    f"{lost[0].spec.log_file}:\n{lost[0].log_tail()}"
-                )
+                within = f"within {self._restart_limit_s:g} s, half of what other ranks wait."
+                raise EngineError(lost[0].with_log(f"died and could not be replaced {within}"))
             time.sleep(pause_s)  # what killed it, such as memory that another process holds, may pass
             pause_s *= 2
             self._replace_lost(deadline)
@@ -162,10 +160,8 @@ class EnginePool:
             engine.kill()
             limit = engine.spec.config.max_restarts
             if self._restarts[engine.index] >= limit:
-                raise EngineError(
-                    f"rollout.engine.max_restarts: engine {engine.index} died {limit + 1} times, allowed are {limit} "
-                    f"restarts. The end of its log, {engine.spec.log_file}:\n{engine.log_tail()}"
-                )
+                what = engine.with_log(f"died {limit + 1} times, allowed are {limit} restarts.")
+                raise EngineError(f"rollout.engine.max_restarts: {what}")
             self._restarts[engine.index] += 1
             self.engines[position] = Engine(engine.spec)
 
@@ -220,7 +216,7 @@ class EnginePool:
         """Act on living engines; `restart_lost` sees to those that die."""
 
         def run(engine: Engine) -> None:
-            with contextlib.suppress(EngineDied):
+            with contextlib.suppress(ChildDied):
                 action(engine)
 
         self._each([engine for engine in self.engines if engine.alive], run)

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from specactor.rollout.refill import Store
 from specactor.types import RolloutRequest
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 Group = list[RolloutRequest]
 

@@ -43,7 +43,7 @@ def share(chunks: Iterable[Any]) -> list[SharedBuffer]:
 
 
 class RankShards:
-    """The `WeightSource` of a policy."""
+    """What this rank hands over of a policy; `hosts` of each rank, from 0 on."""
 
     def __init__(
         self, policy: Policy, memory: Sequence[SharedBuffer] = (), *, hosts: Sequence[int] | None = None
@@ -83,12 +83,12 @@ class RankShards:
 
     @property
     def on_device(self) -> SharedCopy | None:
-        """Return the copy of a GPU's tensors."""
+        """Return the copy of a GPU's tensors, of what is held."""
         return self._copied if self._parameters[0][1].device.type != "cpu" else None
 
     def held(self, capacity_bytes: int) -> Holding | None:
-        """Return where this host's engines find this rank's part: the same object until a tensor moves. None where
-        copies of a CPU's tensors would take more than `capacity_bytes`."""
+        """Return where this host's engines find this rank's part, current until the next change: the same object until
+        a tensor moves. None where copies of a CPU's tensors would take more than `capacity_bytes`."""
         pointers = [tensor.data_ptr() for _, tensor in self._parameters if tensor.device.type == "cpu"]
         moved = self._copied is not None and self._copied.moved()
         if pointers != self._pointers or self._holding is None or moved:
@@ -171,7 +171,8 @@ class RankShards:
             yield hf_name, plan.index(_slices(values), digit.weight, digit.step)
 
     def rounds(self, capacity_bytes: int) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """Yield per round what this rank hands over. Walk each round to its end: gathering is collective."""
+        """Yield per round the (Hugging Face name, whole tensor) of what this rank hands over: over all rounds and ranks
+        every tensor, once. Walk each round to its end: gathering is collective."""
         parts = [
             Part(num_bytes=self._whole_bytes(name, tensor), expert=_is_expert(name))
             for name, tensor in self._parameters

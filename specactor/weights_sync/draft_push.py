@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -18,29 +18,17 @@ from specactor.weights_sync.buckets import Slot, aligned
 from specactor.weights_sync.digest import copy_with_digest
 from specactor.weights_sync.memory import SharedBuffer
 from specactor.weights_sync.messages import CheckReply, Commit, DraftWeights
-from specactor.weights_sync.push import TargetEngine
-from specactor.weights_sync.receiver import Receiver
+from specactor.weights_sync.receiver import EngineRank, Receiver
 
-
-@dataclass
-class _Rank:
-    """The draft model, for a receiver."""
-
-    model: torch.nn.Module
-    tp_rank: int = 0
-
-    def begin_weight_update(self) -> None: ...
-
-    def end_weight_update(self) -> None: ...
-
-    def flush_cache(self) -> None: ...
+if TYPE_CHECKING:
+    from specactor.rollout.sglang.engine_client import Engine
 
 
 def check(weights: DraftWeights) -> str:
     """Return what is wrong with the bytes, or ""."""
     with closing(Receiver()) as receiver:
         try:
-            return _problem(receiver.check(_Rank(torch.nn.Module()), msgspec.msgpack.encode(weights.as_round())))
+            return _problem(receiver.check(EngineRank(torch.nn.Module()), msgspec.msgpack.encode(weights.as_round())))
         except (OSError, KeyError, ValueError, RuntimeError) as error:
             return f"the bucket cannot be read ({error})"
 
@@ -51,7 +39,7 @@ def load(model: torch.nn.Module, weights: DraftWeights) -> str:
     if problem := check(weights):
         return problem
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    rank = _Rank(model)
+    rank = EngineRank(model)
     with closing(Receiver()) as receiver:
         problem = _problem(receiver.load(rank, msgspec.msgpack.encode(weights.as_round())))
         if not problem:
@@ -110,7 +98,7 @@ def num_bytes(weights: DraftWeights) -> int:
     return sum(slot.num_bytes for slot in weights.slots)
 
 
-def push_to_engine(engine: TargetEngine, weights: DraftWeights, *, timeout_s: float) -> str:
+def push_to_engine(engine: Engine, weights: DraftWeights, *, timeout_s: float) -> str:
     """Return why the engine, which may be generating, did not take the weights, or ""."""
     payload = msgspec.msgpack.encode(weights)
     try:

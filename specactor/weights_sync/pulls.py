@@ -26,7 +26,7 @@ class JobPlan:
         self, collective: Collective, holdings: Sequence[Holding], hosts: Sequence[int], on_device: SharedCopy | None
     ) -> None:
         """Raises WeightSyncError on all ranks where `holdings`, by rank, are not all of the model. `hosts`,
-        `on_device`: see `WeightSource`."""
+        `on_device`: see `RankShards`."""
         self._collective, self._hosts, self._on_device = collective, hosts, on_device
         self._owner = [rank for rank, each in enumerate(holdings) for _ in each.addresses]
         here, addresses = hosts[collective.rank], [address for each in holdings for address in each.addresses]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import torch
@@ -34,41 +34,14 @@ from specactor.weights_sync.messages import (
 from specactor.weights_sync.mirrors import Crossing, Mirrors, taker
 from specactor.weights_sync.pulls import JobPlan
 
+if TYPE_CHECKING:
+    from specactor.rollout.sglang.engine_client import Engine
+    from specactor.trainer.shards import RankShards
+
 T = TypeVar("T")
 
 TIMEOUT_S = 300.0  # longest wait for an engine's answer to any call: to a bucket, or to copy a whole model by a plan
 MOST_KEPT = 128  # mirrors that a host keeps until they are loaded: each is a file and, in every engine rank, a view
-
-
-class WeightSource(Protocol):
-    @property
-    def hosts(self) -> Sequence[int]:
-        """Of each rank, from 0 on."""
-        ...
-
-    @property
-    def on_device(self) -> SharedCopy | None:
-        """What is held and lies on a GPU."""
-        ...
-
-    def rounds(self, capacity_bytes: int) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
-        """Per round, the (Hugging Face name, whole tensor) that this rank hands over: over all rounds and ranks all
-        tensors, once. May be collective; every round is walked to its end."""
-        ...
-
-    def held(self, capacity_bytes: int) -> Holding | None:
-        """Return what this rank has in memory that engines can read, current until the next change; None where it takes
-        more than `capacity_bytes` besides. The same object while nothing moves."""
-        ...
-
-
-class TargetEngine(Protocol):
-    @property
-    def index(self) -> int: ...
-
-    def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]: ...
-
-    def kill(self) -> None: ...
 
 
 class RoundState(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +67,7 @@ class Push:
         hosts: Sequence[int],
         buffers: list[SharedBuffer],
         mirrors: list[Mirrors],
-        engines: Sequence[TargetEngine],
+        engines: Sequence[Engine],
         version: int,
     ) -> None:
         self.version = version
@@ -120,7 +93,7 @@ class Push:
         self._touched = False  # whether engines may hold other weights than before
         self._device = torch.device("cpu")  # of the tensors that were packed
 
-    def stream(self, call: str, source: WeightSource) -> None:
+    def stream(self, call: str, source: RankShards) -> None:
         """Pack, exchange and send round by round, until every engine has answered to all."""
         self.num_bytes = self.num_rounds = 0
         self._sent, self._packed = [], {}
@@ -235,7 +208,7 @@ class Push:
     def close(self) -> None:
         self._threads.shutdown(wait=True)
 
-    def held(self, source: WeightSource) -> Holding | None:
+    def held(self, source: RankShards) -> Holding | None:
         """Return what the source holds; where its memory cannot be shared, note a problem."""
         try:
             return source.held(self._config.bucket_bytes)
@@ -366,7 +339,7 @@ class Push:
         decoder = msgspec.msgpack.Decoder(kind)
         return {engine: [decoder.decode(reply) for reply in ranks] for engine, ranks in self._replies.items()}
 
-    def _ask(self, engine: TargetEngine, call: str, payload: bytes) -> None:
+    def _ask(self, engine: Engine, call: str, payload: bytes) -> None:
         replies = engine.rank_call(call, payload, timeout_s=TIMEOUT_S)
         for rank, reply in enumerate(replies):
             # Of whatever kind it is: a CheckReply passes over other fields, and has no problem where a kind has none.

@@ -13,7 +13,7 @@ import ctypes
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -41,9 +41,12 @@ _COPY = torch.ops.aten.copy_.default
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
 
 
-class EngineRank(Protocol):
+@dataclass(eq=False)
+class EngineRank:
+    """What a receiver uses of a rank. `RankContext` adds SGLang's part; a draft model loads without."""
+
     model: torch.nn.Module
-    tp_rank: int
+    tp_rank: int = 0
 
     def begin_weight_update(self) -> None: ...
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specactor.config import WeightsSyncConfig
 from specactor.parallel.collective import Collective
@@ -18,7 +19,11 @@ from specactor.weights_sync.memory import SharedBuffer, SharedCopy
 from specactor.weights_sync.messages import CHECK, LOAD, Holding
 from specactor.weights_sync.mirrors import Mirrors
 from specactor.weights_sync.pulls import JobPlan
-from specactor.weights_sync.push import Push, TargetEngine, WeightSource
+from specactor.weights_sync.push import Push
+
+if TYPE_CHECKING:
+    from specactor.rollout.sglang.engine_client import Engine
+    from specactor.trainer.shards import RankShards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +51,7 @@ class WeightSender:
         self._refused: Holding | None = None  # of which there will be no plan
         self._told: Holding | None = None  # of which it was said why there is none
 
-    def push(self, source: WeightSource, engines: Sequence[TargetEngine], *, version: int) -> SyncReport:
+    def push(self, source: RankShards, engines: Sequence[Engine], *, version: int) -> SyncReport:
         """Bring all engines of all ranks to `version`; `engines` are this rank's. Collective. Raises WeightSyncError on
         every rank if an engine rank did not take the weights, CopiesDifferError where new ones would not either."""
         start = time.perf_counter()

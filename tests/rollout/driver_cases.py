@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from specactor.rollout import resume
+from specactor.rollout.child_process import ChildDied
 from specactor.rollout.driver import Driver
 from specactor.rollout.requests import assign
-from specactor.rollout.sglang.engine_client import Engine, EngineDied
+from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
 GROUPS, SIZE = 4, 3
@@ -81,7 +82,7 @@ class FakeEngine:
                 self.alive = False
             for request in list(left):
                 if not self.alive or self.killed:
-                    raise EngineDied("died")
+                    raise ChildDied("died")
                 tokens = emitted[request.request_id]
                 with self.lock:
                     aborted = request.request_id in self.aborted

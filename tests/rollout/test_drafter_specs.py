@@ -213,7 +213,7 @@ def test_engines_reach_the_drafters_of_their_host_alone(tmp_path: Path) -> None:
     assert len({address.endpoint for address in got.drafters}) == 3
     assert all(address.endpoint.startswith("ipc://@") for address in got.drafters), "no other host reaches them"
     assert got.engine == "engine-4"
-    assert all(spec.keys is not None and spec.keys.engine_public == keys.public for spec in own)
+    assert all(spec.keys is not None and spec.keys.peer == keys.public for spec in own)
     secret = own[0].keys.secret if own[0].keys else ""
     assert secret.encode() not in msgspec.json.encode([told, there])
     assert secret not in repr(own)
@@ -300,7 +300,7 @@ def test_engines_reach_the_drafters_of_all_hosts_with_the_keys_of_each(tmp_path:
             theirs = drafters[address.endpoint]
             assert address.keys is not None
             assert theirs is not None
-            assert (address.keys.public, address.keys.drafter_public) == (theirs.engine_public, theirs.public)
+            assert (address.keys.public, address.keys.peer) == (theirs.peer, theirs.public)
     assert len({spec.keys.public for spec in specs if spec.keys}) == 2, "of each host"
     told_to_all = msgspec.json.encode(offers)
     assert not [spec for spec in specs if spec.keys and spec.keys.secret.encode() in told_to_all]

@@ -118,7 +118,7 @@ def check(folder: Path, monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> Non
             assert endpoint.startswith("tcp://") or endpoint in near, "another host cannot reach it"
             assert keys is not None
             assert spec.keys is not None
-            assert (keys.public, keys.drafter_public) == (spec.keys.engine_public, spec.keys.public)
+            assert (keys.public, keys.peer) == (spec.keys.peer, spec.keys.public)
     for endpoint, (_, spec) in there.items():
         served = sum(endpoint in {address.endpoint for address in each.drafters} for each in told)
         assert spec.max_requests == served * requests, "room for those that it serves"

@@ -91,8 +91,7 @@ def test_deaths_in_mid_generation(pool: EnginePool, engine: Engine) -> None:
         return engine.ready.scheduler_pids[0]
 
     def server(engine: Engine) -> int:
-        assert engine.ready is not None
-        return engine.ready.server_pid
+        return descendants(engine.pid)[0]
 
     for victim, by in ((scheduler, signal.SIGKILL), (server, signal.SIGKILL), (scheduler, signal.SIGSTOP)):
         outcome, footprint = strike(pool, pending, victim, by)

@@ -40,8 +40,8 @@ class Scripted:
 
     stop = kill
 
-    def log_tail(self) -> str:
-        return "  | the log"
+    def with_log(self, what: str) -> str:
+        return f"engine {self.index} {what} The end of its log, {self.spec.log_file}:\n  | the log"
 
 
 @pytest.fixture

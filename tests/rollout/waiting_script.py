@@ -27,12 +27,13 @@ from specactor.parallel.collective import Collective
 from specactor.progress import Progress
 from specactor.recipes import load
 from specactor.rollout import collector as module
+from specactor.rollout.child_process import ChildDied
 from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.grading import Grading
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.resume import whole
-from specactor.rollout.sglang.engine_client import Engine, EngineDied
+from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import Problem, RolloutRequest, Trajectory
 from tests.rollout.driver_cases import token
 
@@ -79,7 +80,7 @@ class PacedEngine:
         for thread in threads:
             thread.join()
         if not self.alive:
-            raise EngineDied("died")
+            raise ChildDied("died")
 
     def _serve(self, request: RolloutRequest, on_finished: Callable[[Trajectory], None]) -> None:
         with self.slots:

@@ -40,7 +40,6 @@ from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from specactor.trainer.shards import RankShards  # noqa: E402
 from specactor.types import RolloutRequest, SamplingParams  # noqa: E402
 from specactor.weights_sync import push as push_module  # noqa: E402
-from specactor.weights_sync.push import WeightSource  # noqa: E402
 from specactor.weights_sync.sender import WeightSender  # noqa: E402
 from tests.trainer import policy_cases as cases  # noqa: E402
 from tests.weights_sync import kills  # noqa: E402
@@ -159,7 +158,7 @@ class Bench:
         )
 
     def push(
-        self, source: WeightSource, *, first: int | None = None, sender: WeightSender | None = None, **config: Any
+        self, source: RankShards, *, first: int | None = None, sender: WeightSender | None = None, **config: Any
     ) -> dict[str, Any]:
         """A push to the first engines, by a new sender where none is given; what came of it on every rank."""
         self.version += 1
@@ -207,7 +206,7 @@ class Bench:
 
         return [n for names in self.on_engines(ask) for n in names]
 
-    def union(self, source: WeightSource) -> dict[str, Any]:
+    def union(self, source: RankShards) -> dict[str, Any]:
         """What all ranks hand over, against `named_weights`."""
         found = [(n, sha256(t)) for tensors in source.rounds(TINY_BUCKET) for n, t in tensors]
         every = [tuple(pair) for part in self.collective.gather(json.dumps(found), str) for pair in json.loads(part)]
@@ -335,14 +334,14 @@ class Bench:
         yield
         del plan.digests
 
-    def push_in_no_time(self, source: WeightSource) -> dict[str, Any]:
+    def push_in_no_time(self, source: RankShards) -> dict[str, Any]:
         usual, push_module.TIMEOUT_S = push_module.TIMEOUT_S, 1e-4
         try:
             return self.push(source, first=1)
         finally:
             push_module.TIMEOUT_S = usual
 
-    def push_with_late_flip(self, source: WeightSource) -> dict[str, Any]:
+    def push_with_late_flip(self, source: RankShards) -> dict[str, Any]:
         flips = self.collective.rank == 1
 
         def late(original: Pack) -> Pack:

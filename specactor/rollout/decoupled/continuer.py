@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights
@@ -23,36 +23,30 @@ class Lane:
     own lane; later ones need not be kept, since their tokens are shown in every call."""
 
 
-@runtime_checkable
-class Branching(Protocol):
-    wants_runners_up: bool  # whether those of the next call are of use; where they are not, they may be unknown
+class Continuer:
+    """It serves all requests of a process, from one thread."""
+
+    version = 0  # of the weights that it drafts with
+    wants_runners_up = False  # whether those of the next call are of use; where they are not, they may be unknown
+
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+        """Return tokens that may follow each lane, none where it cannot go on. Keys are unique."""
+        raise NotImplementedError
+
+    def forget(self, key: Hashable) -> None:
+        """Forget a request; unknown keys are ignored."""
 
     def runners_up(self) -> list[int]:
-        """Return, per lane of the last call, the second choice for its first token; -1: unknown."""
+        """Return, per lane of the last call, the second choice for its first token, -1 where it is unknown; [] where no
+        lane's is ever known."""
+        return []
 
-
-@runtime_checkable
-class Renewable(Protocol):
     def renew(self, weights: DraftWeights) -> str:
         """Draft with these weights from now on, or return why not."""
+        return "its continuer has no weights"
 
-
-@runtime_checkable
-class Sleeper(Protocol):
     def sleep(self) -> None:
         """Keep only weights, in host memory, where they may be renewed. Requests were forgotten before."""
 
     def wake(self) -> None:
         """Take the device again."""
-
-
-class Continuer(Protocol):
-    """It serves all requests of a process, from one thread."""
-
-    version: int  # of the weights that it drafts with
-
-    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        """Return tokens that may follow each lane, none where it cannot go on. Keys are unique."""
-
-    def forget(self, key: Hashable) -> None:
-        """Forget a request; unknown keys are ignored."""

@@ -381,7 +381,7 @@ class MirroredRequests:
             peer.tails_s = now_s
         tails = [tail for mirror in unsent for tail in mirror.tails(now_s)]
         for first in range(0, len(tails), protocol.MAX_ROWS):
-            records.append(protocol.columns(tails[first : first + protocol.MAX_ROWS], version=version))
+            records.append(protocol.columns(tails[first : first + protocol.MAX_ROWS]))
         return self._out.frames(records, self.drops, receiver=session)
 
     def tick(self, now_s: float) -> None:

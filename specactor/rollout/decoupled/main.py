@@ -23,26 +23,24 @@ from types import FrameType
 import msgspec
 
 from specactor.rollout import frames
-from specactor.rollout.decoupled.continuer import Branching, Continuer, Renewable, Sleeper
+from specactor.rollout.decoupled.continuer import Continuer
 from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.protocol import Drops
 from specactor.rollout.decoupled.spec import (
     TO_DRAFTER,
-    AskAlive,
+    Ask,
     AskWork,
     DrafterSpec,
     FromDrafter,
     Renew,
     Renewed,
     Rested,
-    Sleep,
     Start,
     Started,
     ToDrafter,
-    Wake,
     Work,
 )
-from specactor.rollout.decoupled.transport import DrafterKeys, Hub, new_session
+from specactor.rollout.decoupled.transport import Hub, Keys, new_session
 from specactor.rollout.frames import Failed, ProtocolError
 from specactor.rollout.speculation.costs import Point
 from specactor.trace import Recorder
@@ -59,7 +57,7 @@ def serve(
     *,
     endpoint: str,
     on_ready: Callable[[Started], None],
-    keys: DrafterKeys | None = None,
+    keys: Keys | None = None,
     max_tokens: int = 4_000_000,
     owner_fd: int | None = None,
     asleep: bool = False,
@@ -78,7 +76,7 @@ def serve(
     try:
         with _termination() as terminated:
             files = [terminated] if owner_fd is None else [terminated, owner_fd]
-            on_ready(Started(endpoint=hub.endpoint, pid=os.getpid(), version=continuer.version))
+            on_ready(Started(endpoint=hub.endpoint, version=continuer.version))
             while os.getppid() == parent:
                 began_s = time.perf_counter()
                 readable = loop.wait(files)
@@ -177,8 +175,7 @@ class Loop:
             self.mirrors.forget_all()
             for key in self.mirrors.forgotten():
                 self._continuer.forget(key)
-            if isinstance(self._continuer, Sleeper):
-                self._continuer.sleep()
+            self._continuer.sleep()
             self.asleep, self.busy = True, False
         return self.rested()
 
@@ -186,8 +183,7 @@ class Loop:
         """Start as a new process would. Raises ConfigError where the address was taken."""
         if self.asleep:
             began_s = time.perf_counter()
-            if isinstance(self._continuer, Sleeper):
-                self._continuer.wake()
+            self._continuer.wake()
             self.mirrors, self._hub = self._new_mirrors(), self._hub.again()
             self.asleep, self._wake_s = False, time.perf_counter() - began_s
         return self.rested()
@@ -217,12 +213,10 @@ class Loop:
         self._send(more=self.busy)  # an engine that asks whether anybody is here need not wait for the draft
         lanes = mirrors.wanted(MAX_LANES, slower=self._pace.is_slower)
         own = len(lanes)
-        branching = continuer if isinstance(continuer, Branching) else None
         began_s = time.perf_counter()  # lanes of branches copy their texts, which is time that they take
-        if branching is not None:
-            free = self._pace.free(own, MAX_LANES)
-            branching.wants_runners_up = free > 0
-            lanes += mirrors.branches(free)
+        free = self._pace.free(own, MAX_LANES)
+        continuer.wants_runners_up = free > 0
+        lanes += mirrors.branches(free)
         if lanes:
             drafts = continuer.extend(lanes)
             ended_s = time.perf_counter()
@@ -232,7 +226,7 @@ class Loop:
             tokens = sum(map(len, drafts))
             self.recorder.span("draft", "draft", began_s, ended_s, requests=len(lanes), tokens=tokens)
             self._drafted = (own, sum(map(len, drafts[:own])))
-            mirrors.extended(lanes, drafts, branching.runners_up() if branching is not None else None)
+            mirrors.extended(lanes, drafts, continuer.runners_up())
         self.busy = bool(lanes)
         self._send(more=self.busy)
 
@@ -246,19 +240,17 @@ class Loop:
 
     def renew(self, asked: bytes) -> Renewed:
         """Give the continuer new weights, `DraftWeights` as JSON."""
-        continuer, problem = self._continuer, "its continuer has no weights"
-        if isinstance(continuer, Renewable):
-            from specactor.weights_sync.messages import DraftWeights  # with torch, which such a continuer has anyway
+        from specactor.weights_sync.messages import DraftWeights  # with torch, which a continuer with weights has
 
-            began_s = time.perf_counter()
-            try:
-                problem = continuer.renew(msgspec.json.decode(asked, type=DraftWeights))
-            except (msgspec.MsgspecError, OSError) as error:
-                problem = str(error)
-            self.recorder.span("draft", "new weights", began_s, time.perf_counter())
+        began_s = time.perf_counter()
+        try:
+            problem = self._continuer.renew(msgspec.json.decode(asked, type=DraftWeights))
+        except (msgspec.MsgspecError, OSError) as error:
+            problem = str(error)
+        self.recorder.span("draft", "new weights", began_s, time.perf_counter())
         if problem:
             _LOG.warning("new weights were refused: %s", problem)
-        return Renewed(version=continuer.version, problem=problem)
+        return Renewed(version=self._continuer.version, problem=problem)
 
     def _send(self, *, more: bool) -> None:
         now_s = self._clock()
@@ -334,11 +326,11 @@ def _answer(loop: Loop, message: ToDrafter) -> FromDrafter:
             return loop.work(trace=message.trace)
         case Renew():
             return loop.renew(message.weights)
-        case Sleep():
+        case Ask(verb="sleep"):
             return loop.sleep()
-        case Wake():
+        case Ask(verb="wake"):
             return loop.wake()
-        case AskAlive():
+        case Ask():
             return loop.rested()
         case Start():
             raise ProtocolError("a second Start")

@@ -21,7 +21,7 @@ from specactor.config import MAX_WINDOW
 from specactor.errors import SpecActorError
 
 MAGIC = b"SADP"
-VERSION = 5
+VERSION = 6
 MAX_FRAME_BYTES = 16 << 20
 MAX_TAIL_TOKENS = 2 * MAX_WINDOW  # a window in the hands of the verifier, and a window ahead of it
 MAX_ROWS = 1 << 14  # tails in one record: with all their tokens, less than a frame
@@ -121,7 +121,6 @@ class TailColumns(_Record, frozen=True, tag=20):
     bases: bytes  # 8 bytes each
     counts: bytes  # tokens of each, in one byte
     tokens: bytes  # of all of them
-    version: Number  # of the weights that drafted them
     waits_us: list[Number]  # of those tails that ended a wait
 
     def __post_init__(self) -> None:
@@ -199,13 +198,12 @@ def unpack(data: bytes) -> list[int]:
     return list(_UNPACK[len(data) // TOKEN_BYTES](data))
 
 
-def columns(tails: Sequence[Tail], *, version: int) -> TailColumns:
+def columns(tails: Sequence[Tail]) -> TailColumns:
     return TailColumns(
         requests=array("Q", [tail.request for tail in tails]).tobytes(),
         bases=array("Q", [tail.base for tail in tails]).tobytes(),
         counts=bytes([len(tail.tokens) // TOKEN_BYTES for tail in tails]),
         tokens=b"".join([tail.tokens for tail in tails]),
-        version=version,
         waits_us=[tail.wait_us for tail in tails if tail.wait_us],
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
 from specactor.rollout.decoupled.engine_side import Tails
-from specactor.rollout.decoupled.transport import Address, Link, ZmqLink, new_session
+from specactor.rollout.decoupled.transport import Address, ZmqLink, new_session
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.verification import common
 
@@ -89,7 +89,7 @@ class Decoupled(Drafter):
     def __init__(
         self,
         session: int,
-        link: Link,
+        link: ZmqLink,
         *,
         engine: str,
         window: int,

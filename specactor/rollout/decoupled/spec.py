@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
-from specactor.rollout.decoupled.transport import DrafterKeys
+from specactor.rollout.decoupled.transport import Keys
 from specactor.rollout.frames import Failed
 from specactor.rollout.speculation.costs import METHOD, Point
 from specactor.trace import Span
@@ -19,7 +20,7 @@ class DrafterSpec:
     index: int
     drafter: str = METHOD  # as engines call it, by its draft model: decoupled, decoupled:2, ..
     endpoint: str  # where it listens, the same after a restart
-    keys: DrafterKeys | None = None
+    keys: Keys | None = None
     model_dir: str  # folder of a dense model in Hugging Face format
     dtype: str  # float32 or bfloat16
     device: int  # A GPU, or without GPUs a core
@@ -48,21 +49,14 @@ class Renew(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     weights: bytes  # `DraftWeights` as JSON: its type comes with torch, which not every drafter needs
 
 
-class Sleep(msgspec.Struct, tag=True, frozen=True):
-    """Forget all requests, stop listening, and free the device until `Wake`."""
-
-
-class Wake(msgspec.Struct, tag=True, frozen=True):
-    """Listen at the same address, as a new incarnation."""
-
-
-class AskAlive(msgspec.Struct, tag=True, frozen=True):
-    """Say anything, as a sign of life."""
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    verb: Literal["sleep", "wake", "alive"]
+    """Sleep: forget all requests, stop listening, and free the device. Wake: listen at the same address, as a new
+    incarnation. Alive: say anything, as a sign of life."""
 
 
 class Started(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     endpoint: str = ""  # where; as asked for, but with the number of the port
-    pid: int = 0
     version: int = 0  # of the weights that it drafts with
 
 
@@ -75,7 +69,7 @@ class Work(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Rested(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The answer to `Sleep`, `Wake` and `AskAlive`."""
+    """The answer to `Ask`."""
 
     asleep: bool
     wake_s: float  # what the last waking took: weights back on the device, and a socket
@@ -86,7 +80,7 @@ class Renewed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     problem: str = ""
 
 
-ToDrafter = Start | AskWork | Renew | Sleep | Wake | AskAlive
+ToDrafter = Start | AskWork | Renew | Ask
 FromDrafter = Started | Work | Rested | Renewed | Failed
 
 TO_DRAFTER: msgspec.msgpack.Decoder[ToDrafter] = msgspec.msgpack.Decoder(ToDrafter)

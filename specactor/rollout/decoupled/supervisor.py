@@ -17,18 +17,16 @@ from specactor.cpu import sglang as cpu
 from specactor.rollout.child_process import ChildDied, ChildProcess
 from specactor.rollout.decoupled.spec import (
     FROM_DRAFTER,
-    AskAlive,
+    Ask,
     AskWork,
     DrafterSpec,
     FromDrafter,
     Renew,
     Renewed,
     Rested,
-    Sleep,
     Start,
     Started,
     ToDrafter,
-    Wake,
     Work,
 )
 
@@ -101,7 +99,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
     def wake(self) -> None:
         """Wake it, without waiting."""
         self.awake, self.leaving = True, False
-        self._ask(Wake(), Rested, 0.0)
+        self._ask(Ask("wake"), Rested, 0.0)
 
     def sleep(self, *, timeout_s: float) -> bool:
         """Return whether it sleeps in time, or is gone; with 0 it may be `leaving`."""
@@ -114,7 +112,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         self.leaving = False
         if not self.alive:
             return True
-        rested = self._ask(Sleep(), Rested, deadline - time.monotonic())
+        rested = self._ask(Ask("sleep"), Rested, deadline - time.monotonic())
         if not isinstance(rested, Rested):
             return not self.alive
         self.wake_s = rested.wake_s or self.wake_s
@@ -137,7 +135,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         if not self.has_started():
             return time.monotonic() - self._began_s > self.spec.start_timeout_s + limit_s
         if not self.unanswered() and self.heard_s() >= SIGN_EVERY_S:
-            self._sign = self._tell(AskAlive())
+            self._sign = self._tell(Ask("alive"))
         return self.silent_s() > limit_s
 
     def _is_silent(self) -> bool:

@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -33,33 +32,29 @@ _LINGER_MS = 100  # of an engine that closes: its last words
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineKeys:
+class Keys:
+    """Of an engine, or of a drafter."""
+
     public: str
     secret: str = field(repr=False)
-    drafter_public: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrafterKeys:
-    public: str
-    secret: str = field(repr=False)
-    engine_public: str
+    peer: str  # the other end's public key
 
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
     endpoint: str
-    keys: EngineKeys | None = None  # none: it hears everybody on its host
+    keys: Keys | None = None  # none: it hears everybody on its host
     drafter: str = "decoupled"  # as engines call it
 
 
-def make_keys() -> tuple[EngineKeys, DrafterKeys]:
+def make_keys() -> tuple[Keys, Keys]:
+    """Return an engine's and a drafter's."""
     (engine_public, engine_secret), (drafter_public, drafter_secret) = (
         (public.decode(), secret.decode()) for public, secret in (zmq.curve_keypair(), zmq.curve_keypair())
     )
     return (
-        EngineKeys(public=engine_public, secret=engine_secret, drafter_public=drafter_public),
-        DrafterKeys(public=drafter_public, secret=drafter_secret, engine_public=engine_public),
+        Keys(public=engine_public, secret=engine_secret, peer=drafter_public),
+        Keys(public=drafter_public, secret=drafter_secret, peer=engine_public),
     )
 
 
@@ -71,22 +66,6 @@ def new_session() -> int:
 def local_endpoint() -> str:
     """Return a new address on this host, a fifth faster than TCP."""
     return f"ipc://@specactor-drafter-{secrets.token_hex(8)}"
-
-
-class Link(Protocol):
-    num_drafters: int
-
-    def send(self, drafter: int, frame: bytes) -> bool:
-        """Send a frame; return False where it was dropped: the queue is full, or nobody is there."""
-
-    def receive(self) -> list[tuple[int, bytes]]:
-        """Return (drafter, frame) of all that have arrived."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether something arrives in that time."""
-
-    def close(self) -> None:
-        """It may be called again."""
 
 
 class ZmqLink:
@@ -107,7 +86,7 @@ class ZmqLink:
         if (keys := address.keys) is not None:
             socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()
-            socket.curve_serverkey = keys.drafter_public.encode()
+            socket.curve_serverkey = keys.peer.encode()
         socket.connect(address.endpoint)
         return socket
 
@@ -141,14 +120,17 @@ class ZmqLink:
 
 
 class Hub:
-    def __init__(self, endpoint: str, *, keys: DrafterKeys | None = None, drops: Drops | None = None) -> None:
+    def __init__(self, endpoint: str, *, keys: Keys | None = None, drops: Drops | None = None) -> None:
         """Listen at ``ipc://@name`` or ``tcp://127.0.0.1:*``; `drops` counts who is refused. Raises ConfigError for an
         address that cannot be had, or that other hosts reach without keys."""
         _check_reach(endpoint, keys)
         self.drops = drops or Drops("drafter")
         self._keys = keys
         self._context = zmq.Context()
-        self._authenticator = None if keys is None else self._admit(keys.engine_public)
+        self._authenticator = None if keys is None else ThreadAuthenticator(self._context)
+        if self._authenticator is not None:
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(credentials_provider=self)
         self._socket = self._context.socket(zmq.ROUTER)
         self._inputs = [(self._socket, _INPUT)]
         _prepare(self._socket, endpoint)
@@ -167,11 +149,14 @@ class Hub:
             raise ConfigError.at("drafter endpoint", endpoint, "a free address of this host", f"{error}.") from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with a number for a ``*``
 
-    def _admit(self, engine_public: str) -> ThreadAuthenticator:
-        authenticator = ThreadAuthenticator(self._context)
-        authenticator.start()
-        authenticator.configure_curve_callback(credentials_provider=_Only(engine_public, self.drops))
-        return authenticator
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Admit the owner of one key, and count others; for pyzmq's authenticator."""
+        assert self._keys is not None
+        admitted = secrets.compare_digest(key, self._keys.peer.encode())
+        if not admitted:
+            key_text = key.decode(errors="replace")
+            self.drops.add("refused", f"a connection with the key {key_text}, of another run; end that one")
+        return admitted
 
     def receive(self) -> list[tuple[int, bytes]]:
         """Return (engine's session or 0, frame) of all that have arrived."""
@@ -215,20 +200,6 @@ class Hub:
         self._context.term()
 
 
-class _Only:
-    """Admits the owner of one key; counts others."""
-
-    def __init__(self, public: str, drops: Drops) -> None:
-        self._public, self._drops = public.encode(), drops
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        admitted = secrets.compare_digest(key, self._public)
-        if not admitted:
-            key_text = key.decode(errors="replace")
-            self._drops.add("refused", f"a connection with the key {key_text}, of another run; end that one")
-        return admitted
-
-
 def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
     socket.setsockopt(zmq.LINGER, 0)
@@ -249,7 +220,7 @@ def _session(name: bytes) -> int:
     return int.from_bytes(name[1:], "little") if len(name) == 9 and name[:1] == b"V" else 0
 
 
-def _check_reach(endpoint: str, keys: DrafterKeys | None) -> None:
+def _check_reach(endpoint: str, keys: Keys | None) -> None:
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc" or keys is not None:
         return

@@ -9,7 +9,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.continuer import Continuer, Lane
 from specactor.rollout.decoupled.drafter_side import UNKNOWN
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.sglang.draft_runner import DraftRunner, DraftText, SequenceCache, load_alone
@@ -27,13 +27,10 @@ class _Known:
     cache: SequenceCache = field(default_factory=SequenceCache)
 
 
-class DraftBackend:
-    """A `Continuer`."""
-
+class DraftBackend(Continuer):
     runner_type = DraftRunner
 
     def __init__(self, runner: Any) -> None:
-        self.version = 0
         self._runner = self.runner_type(runner)
         self.wants_runners_up = True
         self._runners_up: list[int] = []

@@ -1,6 +1,6 @@
 """A rollout engine as its trainer rank sees it.
 
-Invariants: no wait is unbounded; a death of server, scheduler or SGLang is an `EngineDied`, before which `on_finished`
+Invariants: no wait is unbounded; a death of server, scheduler or SGLang is a `ChildDied`, before which `on_finished`
 had every response that came; after `stop` or `kill` no process of the engine is left.
 """
 
@@ -22,14 +22,12 @@ from specactor.rollout.frames import Failed
 from specactor.rollout.sglang import speculation_calls
 from specactor.rollout.sglang.engine_protocol import (
     FROM_ENGINE,
-    Abort,
     Command,
     Done,
     EngineSpec,
     Finished,
     FromEngine,
     Generate,
-    News,
     Progress,
     RankCall,
     RankReplies,
@@ -41,18 +39,14 @@ from specactor.rollout.speculation.counters import Counts, Figures
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 
-__all__ = ["Engine", "EngineDied", "EngineSpec"]
+__all__ = ["Engine", "EngineSpec"]
 
 _COMMAND_TIMEOUT_S = 60.0
 _FLUSH_TRIES = 20
 _FLUSH_PAUSE_S = 0.1
 
 
-class EngineDied(EngineError):  # noqa: N818  (an event, like StopIteration)
-    """The engine is gone, or was ended."""
-
-
-class Engine:
+class Engine(ChildProcess[FromEngine]):
     """One engine. Methods may be called from several threads."""
 
     def __init__(
@@ -60,9 +54,10 @@ class Engine:
     ) -> None:
         """Start its process, without waiting. Args: run: what the process does. environment: further variables of
         it."""
-        self.spec = spec
+        self.spec, self.index = spec, spec.index
         self.ready: Ready | None = None
-        self._process: ChildProcess[FromEngine] = ChildProcess(
+        self.version = 0  # of the weights that the engine holds; trajectories of later calls carry it
+        super().__init__(
             run,
             Start(spec=spec),
             name=f"engine {spec.index}",
@@ -70,27 +65,14 @@ class Engine:
             environment=cpu.process_environment(spec.devices) | environment | speculation_calls.start_environment(spec),
             log_file=spec.log_file,
         )
-        self.version = 0  # of the weights that the engine holds; trajectories of later calls carry it
 
-    @property
-    def index(self) -> int:
-        return self.spec.index
-
-    @property
-    def pid(self) -> int:
-        """Return the guard's pid, which leads the session of all its processes."""
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.alive
-
-    def wait_ready(self, timeout_s: float) -> None:
+    def wait_ready(self, timeout_s: float) -> Ready:
         """Wait until it takes requests. Raises EngineError, with the end of the log, otherwise."""
         if self.ready is None:
-            ready = self._process.wait_ready(timeout_s)
+            ready = super().wait_ready(timeout_s)
             assert isinstance(ready, Ready)
             self.ready = ready
+        return self.ready
 
     def generate(
         self,
@@ -105,43 +87,43 @@ class Engine:
 
         `on_progress` sees what a request has after every `report_tokens` tokens, without experts.
 
-        Raises EngineDied when the engine dies or shows no progress for `EngineConfig.request_timeout_s`, and
+        Raises ChildDied when the engine dies or shows no progress for `EngineConfig.request_timeout_s`, and
         EngineError, the engine being unharmed, when a request cannot be served or `timeout_s` for all is over.
         """
         if not requests:
             return []
         if self.ready is None:
-            raise EngineError(f"engine {self.index} is not ready. Call wait_ready first.")
+            raise EngineError(f"{self.name} is not ready. Call wait_ready first.")
         check_servable(requests, self.spec, self.ready)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         finished: dict[int, Trajectory] = {}
-        running: dict[int, tuple[list[int], list[float]]] = {}
+        running: dict[int, _Parts] = {}
         bare = [resume.bare(request) for request in requests]
-        with self._process.call(Generate(requests=bare, report_tokens=report_tokens)) as call:
+        with self.call(Generate(requests=bare, report_tokens=report_tokens)) as call:
             while True:
                 message = self._next(call, deadline)
                 if isinstance(message, Done):
                     break
                 if isinstance(message, Failed):
-                    raise EngineError(f"engine {self.index}: {message.message}")
+                    raise EngineError(f"{self.name}: {message.message}")
                 if isinstance(message, Finished):
                     trajectory = whole_response(requests[message.request], message, self.spec, self.version)
                     finished[message.request] = trajectory
                     if on_finished is not None:
                         on_finished(trajectory)
-                if isinstance(message, Progress) and message.news is not None and on_progress is not None:
-                    request = requests[message.news.request]
-                    on_progress(request, response_so_far(request, message.news, running, self.version))
+                if isinstance(message, Progress) and message.request is not None and on_progress is not None:
+                    request, parts = requests[message.request], running.setdefault(message.request, ([], []))
+                    on_progress(request, response_so_far(request, message, parts, self.version))
         return [finished[i] for i in range(len(requests))]
 
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         """Run a function of `rank_calls` in every rank, between two steps; return an answer per rank. Raises
-        EngineError, the engine being unharmed, when it raised on a rank, and EngineDied when a rank is not back within
+        EngineError, the engine being unharmed, when it raised on a rank, and ChildDied when a rank is not back within
         `timeout_s`."""
         message = self._ask(RankCall(name=name, payload=payload, timeout_s=timeout_s), timeout_s)
         if isinstance(message, RankReplies):
             return message.replies
-        raise EngineError(f"engine {self.index}: rank call {name!r}: {_text(message)}")
+        raise EngineError(f"{self.name}: rank call {name!r}: {_text(message)}")
 
     def flush(self) -> None:
         """Drop the prefix cache. Raises EngineError when requests are running."""
@@ -149,7 +131,7 @@ class Engine:
             if all(self.rank_call("flush", b"", timeout_s=_COMMAND_TIMEOUT_S)):
                 return
             time.sleep(_FLUSH_PAUSE_S)
-        raise EngineError(f"engine {self.index}: flush: requests are still running. Abort them or wait for them first.")
+        raise EngineError(f"{self.name}: flush: requests are still running. Abort them or wait for them first.")
 
     def parse_tools(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
         """Return a response without its tool calls, and each call's name and arguments in JSON."""
@@ -163,7 +145,7 @@ class Engine:
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """End these requests, where they run."""
-        self._do(Abort(request_ids=list(request_ids)))
+        self._do(Command(verb="abort_requests", request_ids=list(request_ids)))
 
     def pause(self) -> None:
         """Hold generation between two steps."""
@@ -207,17 +189,9 @@ class Engine:
         self._do(Command(verb="resume_memory"))
 
     def stop(self) -> None:
-        """End in order, or by `kill`. Harmless when the engine is gone."""
         if self.ready is None:
             self.kill()
-        self._process.stop()
-
-    def kill(self) -> None:
-        """End every process of the engine at once."""
-        self._process.kill()
-
-    def log_tail(self) -> str:
-        return self._process.log_tail()
+        super().stop()
 
     def _next(self, call: Call[FromEngine], deadline: float | None) -> FromEngine:
         """Return the next message, bounded by progress and by the deadline."""
@@ -225,37 +199,33 @@ class Engine:
         began = time.monotonic()
         left = float("inf") if deadline is None else deadline - began
         while True:
-            quiet = time.monotonic() - max(began, self._process.moved_s)  # it may wait for others of this engine
+            quiet = time.monotonic() - max(began, self.moved_s)  # it may wait for others of this engine
             gone = time.monotonic() - began
             try:
                 return call.next(min(patience - quiet, left - gone))
-            except ChildDied as death:
-                raise EngineDied(str(death)) from None
             except TimeoutError:
                 gone = time.monotonic() - began
             if gone >= left:
                 self.abort()
-                raise EngineError(f"engine {self.index}: generation was not over in time and was aborted")
-            if time.monotonic() - max(began, self._process.moved_s) >= patience:
+                raise EngineError(f"{self.name}: generation was not over in time and was aborted")
+            if time.monotonic() - max(began, self.moved_s) >= patience:
                 raise self._given_up(f"made no progress for {patience:g} s and was ended.")
 
-    def _do(self, message: Abort | Command) -> None:
+    def _do(self, message: Command) -> None:
         answer = self._ask(message, _COMMAND_TIMEOUT_S)
         if not isinstance(answer, Done):
-            raise EngineError(f"engine {self.index}: {_text(answer)}")
+            raise EngineError(f"{self.name}: {_text(answer)}")
 
     def _ask(self, message: ToEngine, timeout_s: float) -> FromEngine:
-        """Return its answer. An engine that gives none in time is ended (EngineDied)."""
+        """Return its answer. An engine that gives none in time is ended (ChildDied)."""
         try:
-            return self._process.ask(message, timeout_s)
-        except ChildDied as death:
-            raise EngineDied(str(death)) from None
+            return self.ask(message, timeout_s)
         except TimeoutError:
             raise self._given_up(f"did not answer within {timeout_s:g} s and was ended.") from None
 
-    def _given_up(self, why: str) -> EngineDied:
+    def _given_up(self, why: str) -> ChildDied:
         self.kill()
-        return EngineDied(self._process.with_log(why))
+        return ChildDied(self.with_log(why))
 
 
 def _text(message: FromEngine) -> str:
@@ -273,7 +243,7 @@ def running(spec: EngineSpec, **environment: str) -> Iterator[Engine]:
         engine.stop()
 
 
-_Parts = dict[int, tuple[list[int], list[float]]]  # tokens and log-probabilities reported so far, by request
+_Parts = tuple[list[int], list[float]]  # tokens and log-probabilities that a request has reported so far
 
 
 def check_servable(requests: Sequence[RolloutRequest], spec: EngineSpec, ready: Ready) -> None:
@@ -320,9 +290,9 @@ def whole_response(request: RolloutRequest, message: Finished, spec: EngineSpec,
     )
 
 
-def response_so_far(request: RolloutRequest, news: News, parts: _Parts, version: int) -> Trajectory:
+def response_so_far(request: RolloutRequest, news: Progress, parts: _Parts, version: int) -> Trajectory:
     """Add the news to `parts`, and return what the request has, without experts."""
-    tokens, logprobs = parts.setdefault(news.request, ([], []))
+    tokens, logprobs = parts
     tokens += news.token_ids
     logprobs += news.logprobs
     return resume.whole(request, token_ids=tokens, logprobs=logprobs, finish_reason="abort", version=version)

@@ -50,12 +50,6 @@ class Generate(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Report what a running response has after every this many tokens; 0: only that there is progress."""
 
 
-class Abort(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """End some running requests; others are passed over."""
-
-    request_ids: list[str]
-
-
 class RankCall(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Run a registered function in every tensor-parallel rank."""
 
@@ -66,6 +60,7 @@ class RankCall(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 class Command(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     verb: str
+    request_ids: list[str] = []  # of ``abort_requests``; those that do not run are passed over
 
 
 class Finished(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -78,18 +73,12 @@ class Finished(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     routed_experts: bytes = b""
 
 
-class News(msgspec.Struct, frozen=True, kw_only=True):
-    """What a running response got since its last news."""
-
-    request: int
-    token_ids: list[int]
-    logprobs: list[float]
-
-
 class Progress(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The engine is moving in this call."""
+    """The engine is moving in this call. If the call asked for it: what a running response got since its last news."""
 
-    news: News | None = None  # if the call asked for it
+    request: int | None = None
+    token_ids: list[int] = []
+    logprobs: list[float] = []
 
 
 class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -101,7 +90,6 @@ class RankReplies(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    server_pid: int
     scheduler_pids: list[int]
     max_sequence_tokens: int
     """Prompt and response together; the smaller of the context and what the KV pool lets one request use."""
@@ -112,7 +100,7 @@ class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     spec: EngineSpec
 
 
-ToEngine = Start | Generate | Abort | RankCall | Command
+ToEngine = Start | Generate | RankCall | Command
 FromEngine = Ready | Finished | Progress | Done | RankReplies | Failed
 
 TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -18,14 +18,12 @@ from specactor.rollout.frames import Failed, ProtocolError
 from specactor.rollout.sglang.backend import Backend
 from specactor.rollout.sglang.engine_protocol import (
     TO_ENGINE,
-    Abort,
     Command,
     Done,
     EngineSpec,
     Finished,
     FromEngine,
     Generate,
-    News,
     Progress,
     RankCall,
     RankReplies,
@@ -88,7 +86,6 @@ class _Server:
         reader, self._writer = await asyncio.open_connection(sock=self._connection)
         backend = self._backend
         ready = Ready(
-            server_pid=os.getpid(),
             scheduler_pids=backend.scheduler_pids,
             max_sequence_tokens=backend.max_sequence_tokens,
             kv_tokens=backend.kv_tokens,
@@ -120,8 +117,6 @@ class _Server:
         match message:
             case Generate():
                 await self._generate(call, message)
-            case Abort():
-                await self._backend.abort(message.request_ids)
             case RankCall():
                 async with self._rank_calls:
                     loop = asyncio.get_running_loop()
@@ -131,15 +126,17 @@ class _Server:
                     )
                 return RankReplies(replies=replies)
             case Command():
-                await self._command(message.verb)
+                await self._command(message)
             case Start():
                 raise ProtocolError("a second Start")
         return Done()
 
-    async def _command(self, verb: str) -> None:
-        match verb:
+    async def _command(self, command: Command) -> None:
+        match command.verb:
             case "abort":
                 self._backend.abort_all()
+            case "abort_requests":
+                await self._backend.abort(command.request_ids)
             case "pause":
                 await self._backend.pause()
             case "resume":
@@ -150,7 +147,7 @@ class _Server:
                 await self._backend.resume_memory(("weights",))
             case "resume_memory":
                 await self._backend.resume_memory()
-            case _:
+            case verb:
                 raise ProtocolError(f"unknown verb {verb!r}")
 
     async def _generate(self, call: int, message: Generate) -> None:
@@ -161,9 +158,9 @@ class _Server:
                 await self._send(call, Finished(request=index, **response), last=False)
             elif message.report_tokens:
                 tokens, logprobs = state
-                news = News(request=index, token_ids=tokens[sent[index] :], logprobs=logprobs[sent[index] :])
+                news = Progress(request=index, token_ids=tokens[sent[index] :], logprobs=logprobs[sent[index] :])
                 sent[index] = len(tokens)
-                await self._send(call, Progress(news=news), last=False)
+                await self._send(call, news, last=False)
             elif time.monotonic() - reported > _PROGRESS_EVERY_S:
                 reported = time.monotonic()
                 await self._send(call, Progress(), last=False)

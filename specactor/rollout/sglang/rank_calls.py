@@ -15,6 +15,7 @@ from specactor.config.speculation import MTP
 from specactor.errors import EngineError
 from specactor.parallel.devices import trim_heap
 from specactor.rollout.sglang.head_runner import PolicyWithMtp
+from specactor.weights_sync.receiver import EngineRank
 
 METHOD = "specactor_call"  # name under which SGLang finds `_run` on its scheduler
 PAYLOAD_FILE = "payload"
@@ -27,7 +28,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class RankContext:
+class RankContext(EngineRank):
     """What a rank call may use."""
 
     def __init__(self, scheduler: Any) -> None:

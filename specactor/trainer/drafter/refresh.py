@@ -23,6 +23,7 @@ from specactor.config import Config, DraftTrainingConfig, SpeculationConfig
 from specactor.errors import CheckpointError, PeerFailedError, SpecActorError
 from specactor.parallel.collective import Collective
 from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.sglang.engine_client import Engine
 from specactor.trainer.drafter import init
 from specactor.trainer.drafter.buffer import TopK, example_from
 from specactor.trainer.drafter.head import Head
@@ -32,7 +33,7 @@ from specactor.trainer.drafter.train import Clock, DrafterTrainer, RefreshStats
 from specactor.types import TrainSequence
 from specactor.weights_sync.draft_push import DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import DraftWeights
-from specactor.weights_sync.push import TIMEOUT_S, TargetEngine
+from specactor.weights_sync.push import TIMEOUT_S
 
 FOLDER = "drafter"  # in a checkpoint
 
@@ -65,7 +66,7 @@ class Distillation:
         *,
         recorder_of: Callable[[Sequence[int]], TopKRecorder | None],
         policy: Any,
-        engines: Callable[[], Sequence[TargetEngine]],
+        engines: Callable[[], Sequence[Engine]],
         processes: DrafterPool,
         note: Callable[[str], None] = lambda text: None,
         device: torch.device | str = "cpu",
@@ -84,7 +85,7 @@ class Distillation:
         self._folder = Path(config.rollout.speculation.first_draft_model)
         self._engines, self._processes = engines, processes
         self._note, self._clock = note, clock
-        self._held: WeakKeyDictionary[TargetEngine, int] = WeakKeyDictionary()
+        self._held: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
         """Versions that engines took; others hold version 0."""
         self._account = TimeAccount()
         self._unpushed: tuple[float, float] | None = None  # share and seconds of a refresh without a push
@@ -280,7 +281,7 @@ class Distillation:
             self._note("draft model: has weights that are not finite. They are neither pushed, saved nor exported.")
         return sound
 
-    def _hand(self, engine: TargetEngine, weights: DraftWeights) -> str:
+    def _hand(self, engine: Engine, weights: DraftWeights) -> str:
         problem = push_to_engine(engine, weights, timeout_s=TIMEOUT_S)
         if not problem:
             self._held[engine] = weights.draft_version

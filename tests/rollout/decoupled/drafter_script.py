@@ -9,7 +9,7 @@ import msgspec
 
 from specactor.rollout.decoupled.main import serve
 from specactor.rollout.decoupled.spec import Started
-from specactor.rollout.decoupled.transport import DrafterKeys
+from specactor.rollout.decoupled.transport import Keys
 from tests.rollout.decoupled.scripted import Scripted
 
 
@@ -22,7 +22,7 @@ def main(endpoint: str, step_s: str, keys: str) -> None:
     serve(
         continuer,
         endpoint=endpoint,
-        keys=msgspec.json.decode(keys, type=DrafterKeys) if keys else None,
+        keys=msgspec.json.decode(keys, type=Keys) if keys else None,
         owner_fd=sys.stdin.fileno(),
         on_ready=ready,
     )

@@ -14,7 +14,7 @@ import msgspec
 
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
 from specactor.rollout.decoupled.spec import Started
-from specactor.rollout.decoupled.transport import Address, DrafterKeys, EngineKeys
+from specactor.rollout.decoupled.transport import Address, Keys
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.verification import common
 from tests.rollout.decoupled.scripted import script
@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 class DrafterProcess:
     """Ends when its standard input does."""
 
-    def __init__(self, endpoint: str, *, step_s: float = 0.0, keys: DrafterKeys | None = None) -> None:
+    def __init__(self, endpoint: str, *, step_s: float = 0.0, keys: Keys | None = None) -> None:
         text = msgspec.json.encode(keys).decode() if keys else ""
         self.process = subprocess.Popen(
             [
@@ -45,8 +45,7 @@ class DrafterProcess:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        self.ready = msgspec.json.decode(line, type=Started)
-        self.endpoint = self.ready.endpoint
+        self.endpoint = msgspec.json.decode(line, type=Started).endpoint
 
     def end(self) -> dict[str, int]:
         """Orderly; what it said in the end."""
@@ -70,7 +69,7 @@ class Engine:
         self,
         endpoints: list[str],
         *,
-        keys: EngineKeys | None = None,
+        keys: Keys | None = None,
         name: str = "engine",
         right: float = 0.9,
         pause_s: float = 0.005,

@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Hashable, Sequence
 
-from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.continuer import Continuer, Lane
 
 VOCABULARY = 40
 WRONG = 1000
@@ -26,7 +26,7 @@ def script(prompt_ids: Sequence[int], output_ids: Sequence[int], count: int) -> 
     return tokens[len(output_ids) :]
 
 
-class Scripted:
+class Scripted(Continuer):
     """Knows what it was shown before, and checks that it is told the truth about that."""
 
     version = 1

@@ -75,7 +75,7 @@ def pulse(requests: int = 0) -> Pulse:
 
 
 def tails(*of_requests: Tail) -> TailColumns:
-    return columns(of_requests, version=1)
+    return columns(of_requests)
 
 
 def tail(base: int, *tokens: int, request: int = 1) -> TailColumns:

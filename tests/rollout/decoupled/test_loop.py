@@ -15,7 +15,7 @@ import zmq
 from specactor.errors import ConfigError
 from specactor.rollout.decoupled.engine_side import SILENT_S
 from specactor.rollout.decoupled.protocol import MAX_FRAME_BYTES, Drops, Header, Pulse, encode
-from specactor.rollout.decoupled.transport import Address, EngineKeys, Hub, ZmqLink, local_endpoint, make_keys
+from specactor.rollout.decoupled.transport import Address, Hub, Keys, ZmqLink, local_endpoint, make_keys
 from tests.rollout.decoupled.live import DrafterProcess, Engine
 
 Start = Callable[..., DrafterProcess]
@@ -114,14 +114,14 @@ def test_a_stopped_drafter_costs_no_time_and_comes_back(start: Start, connected:
     engine.open(6)
     engine.until(lambda: engine.drafter.tails.live == [0, 1], "not there")
     engine.until_drafts()
-    os.kill(sleeper.ready.pid, signal.SIGSTOP)
+    os.kill(sleeper.process.pid, signal.SIGSTOP)
     try:
         engine.longest_round_s = 0.0
         engine.until(lambda: engine.drafter.tails.live == [1], "not missed")
         engine.until_drafts()
         assert engine.longest_round_s < SILENT_S / 2
     finally:
-        os.kill(sleeper.ready.pid, signal.SIGCONT)
+        os.kill(sleeper.process.pid, signal.SIGCONT)
     engine.until(lambda: engine.drafter.tails.live == [0, 1], "not back")
     engine.until_drafts()
     engine.close()
@@ -181,11 +181,11 @@ def test_only_those_with_the_keys_are_heard(start: Start, connected: Connect) ->
     engine_keys, drafter_keys = make_keys()
     strangers, _ = make_keys()
     process = start(keys=drafter_keys)
-    unknown = EngineKeys(
-        public=strangers.public, secret=strangers.secret, drafter_public=engine_keys.drafter_public
+    unknown = Keys(
+        public=strangers.public, secret=strangers.secret, peer=engine_keys.peer
     )  # knows where, but is not known
-    misled = EngineKeys(
-        public=engine_keys.public, secret=engine_keys.secret, drafter_public=strangers.drafter_public
+    misled = Keys(
+        public=engine_keys.public, secret=engine_keys.secret, peer=strangers.peer
     )  # takes another one for the drafter
     refused = [
         connected(process.endpoint, keys=keys, name=f"engine {i}") for i, keys in enumerate((unknown, misled, None))
@@ -208,7 +208,7 @@ def test_a_wrong_key_is_one_line_with_a_way_out(caplog: pytest.LogCaptureFixture
     strangers, _ = make_keys()
     drops = Drops("drafter 0")
     hub = Hub("tcp://127.0.0.1:*", keys=drafter_keys, drops=drops)
-    wrong = EngineKeys(public=strangers.public, secret=strangers.secret, drafter_public=engine_keys.drafter_public)
+    wrong = Keys(public=strangers.public, secret=strangers.secret, peer=engine_keys.peer)
     link = ZmqLink(7, [Address(endpoint=hub.endpoint, keys=wrong)])
     deadline = time.monotonic() + 60
     while not caplog.records:

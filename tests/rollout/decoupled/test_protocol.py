@@ -52,7 +52,6 @@ TO_ENGINE = [
         bases=numbers(2, 700),
         counts=b"\2\1",
         tokens=pack([5, 6, 7]),
-        version=3,
         waits_us=[1_000_000],
     ),
     Resend(requests=[4, 5]),
@@ -146,23 +145,23 @@ def test_commits_are_strict(fields: tuple[object, ...]) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        (numbers(1), numbers(2), b"\2", pack([5, 6]), 1, [], 0),  # one field too many
-        (numbers(1, 2), numbers(2), b"\2", pack([5, 6]), 1, []),
-        (numbers(1), numbers(2, 3), b"\2", pack([5, 6]), 1, []),
-        (numbers(1), numbers(2), b"\2\0", pack([5, 6]), 1, []),
-        (numbers(1)[:-1], numbers(2)[:-1], b"\2", pack([5, 6]), 1, []),
-        (numbers(1), numbers(2), b"\1", pack([5, 6]), 1, []),
-        (numbers(1), numbers(2), b"\2", pack([5, 6])[:-1], 1, []),
-        (numbers(1), numbers(2), bytes([MAX_TAIL_TOKENS + 1]), pack([5] * (MAX_TAIL_TOKENS + 1)), 1, []),
-        (numbers(1), numbers(2), b"\2", pack([5, 6]), 1, [7, 7]),
-        (numbers(1), numbers(2), b"\2", pack([5, 6]), 1, [-7]),
-        ([1], [2], [2], pack([5, 6]), 1, []),
-        (numbers(*[1] * (MAX_ROWS + 1)), numbers(*[2] * (MAX_ROWS + 1)), bytes(MAX_ROWS + 1), b"", 1, []),
+        (numbers(1), numbers(2), b"\2", pack([5, 6]), [], 0),  # one field too many
+        (numbers(1, 2), numbers(2), b"\2", pack([5, 6]), []),
+        (numbers(1), numbers(2, 3), b"\2", pack([5, 6]), []),
+        (numbers(1), numbers(2), b"\2\0", pack([5, 6]), []),
+        (numbers(1)[:-1], numbers(2)[:-1], b"\2", pack([5, 6]), []),
+        (numbers(1), numbers(2), b"\1", pack([5, 6]), []),
+        (numbers(1), numbers(2), b"\2", pack([5, 6])[:-1], []),
+        (numbers(1), numbers(2), bytes([MAX_TAIL_TOKENS + 1]), pack([5] * (MAX_TAIL_TOKENS + 1)), []),
+        (numbers(1), numbers(2), b"\2", pack([5, 6]), [7, 7]),
+        (numbers(1), numbers(2), b"\2", pack([5, 6]), [-7]),
+        ([1], [2], [2], pack([5, 6]), []),
+        (numbers(*[1] * (MAX_ROWS + 1)), numbers(*[2] * (MAX_ROWS + 1)), bytes(MAX_ROWS + 1), b"", []),
     ],
 )
 def test_columns_are_strict(fields: tuple[object, ...]) -> None:
     start = encode(HEADER, [])[:-1] + b"\x91"
-    good = (20, numbers(1), numbers(2), b"\2", pack([5, 6]), 1, [7])
+    good = (20, numbers(1), numbers(2), b"\2", pack([5, 6]), [7])
     assert len(decode_to_engine(start + msgspec.msgpack.encode(good))[1]) == 1
     with pytest.raises(FrameError) as error:
         decode_to_engine(start + msgspec.msgpack.encode((20, *fields)))
@@ -174,7 +173,7 @@ def tail(request: int, base: int, *tokens: int, wait_us: int = 0) -> Tail:
 
 
 def test_tails_survive_as_columns() -> None:
-    made = columns([tail(1, 4, 10, 11), tail(2, 0, wait_us=7), tail(3, 9, 12)], version=3)
+    made = columns([tail(1, 4, 10, 11), tail(2, 0, wait_us=7), tail(3, 9, 12)])
     assert decode_to_engine(encode(HEADER, [made])) == (HEADER, [made])
     assert sorted(newest([made])) == [(1, 4, pack([10, 11])), (2, 0, b""), (3, 9, pack([12]))]
     assert made.waits_us == [7]
@@ -186,17 +185,14 @@ def test_tails_survive_as_columns() -> None:
     )
 )
 def test_of_several_tails_the_last_counts(sent: list[dict[int, tuple[int, list[int]]]]) -> None:
-    records = [
-        columns([tail(request, base, *tokens) for request, (base, tokens) in record.items()], version=3)
-        for record in sent
-    ]
+    records = [columns([tail(request, base, *tokens) for request, (base, tokens) in record.items()]) for record in sent]
     expected = {request: of for record in sent for request, of in record.items()}
     assert {request: (base, unpack(tokens)) for request, base, tokens in newest(records)} == expected
 
 
 def test_headers_are_strict() -> None:
     frame = encode(HEADER, [])
-    for at, value in ((0, b"X"), (4, b"\x04"), (4, b"\x06"), (8, bytes(8)), (15, b"\xff"), (24, bytes(8))):
+    for at, value in ((0, b"X"), (4, b"\x05"), (4, b"\x07"), (8, bytes(8)), (15, b"\xff"), (24, bytes(8))):
         with pytest.raises(FrameError):
             decode_to_drafter(frame[:at] + value + frame[at + len(value) :])
     with pytest.raises(FrameError, match="bytes"):

@@ -17,9 +17,10 @@ import torch
 from specactor.errors import EngineError
 from specactor.rollout.decoupled import supervisor
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
-from specactor.rollout.decoupled.spec import AskAlive, AskWork, DrafterSpec, Rested, Work
+from specactor.rollout.decoupled.spec import Ask, AskWork, DrafterSpec, Rested, Work
 from specactor.rollout.decoupled.supervisor import DrafterProcess
-from specactor.rollout.decoupled.transport import Address, EngineKeys, ZmqLink, local_endpoint, make_keys, new_session
+from specactor.rollout.decoupled.transport import Address, Keys, ZmqLink, local_endpoint, make_keys, new_session
+from specactor.rollout.process_guard import descendants
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.weights_sync.draft_push import DraftSender
 from tests.rollout.conftest import Footprint, process_exists
@@ -92,7 +93,7 @@ def assert_drafts(spec: DrafterSpec) -> None:
 
 def test_questions_that_arrive_together_are_all_answered(drafter: DrafterProcess) -> None:
     """As when a push comes while the process has still to say that it is alive."""
-    questions = (AskAlive(), AskAlive(), AskWork(trace=False))
+    questions = (Ask("alive"), Ask("alive"), AskWork(trace=False))
     calls = [drafter.call(question) for question in questions]
     assert [type(call.next(PATIENCE_S)) for call in calls] == [Rested, Rested, Work]
 
@@ -127,8 +128,7 @@ def test_a_sign_of_life_is_asked_for_in_time_and_holds_up_no_other_question(
 
 
 def child_of(drafter: DrafterProcess) -> int:
-    assert drafter.started is not None
-    return drafter.started.pid
+    return descendants(drafter.pid)[0]
 
 
 def wakes(pid: int) -> int:
@@ -350,7 +350,7 @@ def test_what_it_drops_and_refuses_is_told_once(drafter: DrafterProcess) -> None
 
     assert work() == {}
     strangers = make_keys()[0]
-    wrong = EngineKeys(public=strangers.public, secret=strangers.secret, drafter_public=ENGINE_KEYS.drafter_public)
+    wrong = Keys(public=strangers.public, secret=strangers.secret, peer=ENGINE_KEYS.peer)
     stranger = ZmqLink(new_session(), [Address(endpoint=drafter.spec.endpoint, keys=wrong)])
     assert told("refused") > 0
     stranger.close()

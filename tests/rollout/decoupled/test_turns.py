@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.continuer import Continuer, Lane
 from specactor.rollout.decoupled.engine_side import Tails
 from specactor.rollout.decoupled.main import MAX_TURNS, Loop
 from specactor.rollout.decoupled.protocol import Drops
@@ -16,10 +16,8 @@ HEARING_S = 0.0005
 WINDOW = 4
 
 
-class Ticking:
+class Ticking(Continuer):
     """A continuer, a hub with one engine behind it, and the clock of both."""
-
-    version = 0
 
     def __init__(self, step_s: float = STEP_S, hearing_s: float = HEARING_S) -> None:
         self.step_s, self.hearing_s = step_s, hearing_s
@@ -35,9 +33,6 @@ class Ticking:
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
         self.now_s += self.step_s * len(lanes)
         return [[7] for _ in lanes]
-
-    def forget(self, key: object) -> None:
-        pass
 
     def receive(self) -> list[tuple[int, bytes]]:
         self.now_s += self.hearing_s

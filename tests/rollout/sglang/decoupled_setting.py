@@ -13,7 +13,7 @@ import msgspec
 from specactor.config import SpeculationConfig
 from specactor.rollout.decoupled.remote_drafter import connect
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import Address, DrafterAccess, DrafterKeys, EngineKeys, local_endpoint
+from specactor.rollout.decoupled.transport import Address, DrafterAccess, Keys, local_endpoint
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import RolloutRequest
 from tests.rollout.conftest import CONTEXT
@@ -63,7 +63,7 @@ def recital_folder(folder: Path) -> Path:
     return folder
 
 
-def recital_spec(folder: Path, *, keys: DrafterKeys | None, endpoint: str = "", index: int = 0) -> DrafterSpec:
+def recital_spec(folder: Path, *, keys: Keys | None, endpoint: str = "", index: int = 0) -> DrafterSpec:
     return DrafterSpec(
         index=index,
         endpoint=endpoint or local_endpoint(),
@@ -92,7 +92,7 @@ def wait_until(done: Callable[[], bool], what: str, within_s: float = LIMIT_S) -
         time.sleep(0.02)
 
 
-def assert_holds_nothing(endpoint: str, keys: EngineKeys | None) -> None:
+def assert_holds_nothing(endpoint: str, keys: Keys | None) -> None:
     """As the drafter tells an engine without requests."""
     looker = connect([Address(endpoint=endpoint, keys=keys)], engine="looker", window=1)
 

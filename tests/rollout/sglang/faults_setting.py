@@ -9,9 +9,10 @@ from pathlib import Path
 
 from specactor.config import SpeculationConfig
 from specactor.rollout.decoupled.spec import DrafterSpec
-from specactor.rollout.decoupled.transport import Address, EngineKeys, make_keys
+from specactor.rollout.decoupled.transport import Address, Keys, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
+from specactor.rollout.process_guard import descendants
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.speculation.counters import Counts
 from specactor.types import RolloutRequest, Trajectory
@@ -52,7 +53,7 @@ class Setting:
     def engine(self) -> Engine:
         return self.engines.engines[0]
 
-    def aim_at(self, specs: Sequence[DrafterSpec], keys: Sequence[EngineKeys | None]) -> None:
+    def aim_at(self, specs: Sequence[DrafterSpec], keys: Sequence[Keys | None]) -> None:
         """The engine, at these drafters with their keys."""
         there = [Address(endpoint=spec.endpoint, keys=own) for spec, own in zip(specs, keys, strict=True)]
         aim(self.engine, there, self.folder)
@@ -70,12 +71,14 @@ class Setting:
     @property
     def pid(self) -> int:
         """Of the drafter."""
-        return self.drafters.drafters[0].wait_ready().pid
+        drafter = self.drafters.drafters[0]
+        drafter.wait_ready()
+        return descendants(drafter.pid)[0]
 
     def wanted(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
         return [self.plain[r.request_id] for r in requests]
 
-    def aim(self, *endpoints: str, keys: EngineKeys | None = ENGINE_KEYS) -> None:
+    def aim(self, *endpoints: str, keys: Keys | None = ENGINE_KEYS) -> None:
         aim(self.engine, [Address(endpoint=endpoint, keys=keys) for endpoint in endpoints], self.folder)
 
     def start(self, config: SpeculationConfig, manner: str = "half") -> None:

@@ -22,7 +22,7 @@ _SESSION = 1 << 40
 
 def tail(request: int, base: int, *lists: list[int]) -> TailColumns:
     """Args: lists: of tokens; of several, each is a tail of the same request."""
-    return protocol.columns([Tail(request, base, protocol.pack(tokens)) for tokens in lists], version=1)
+    return protocol.columns([Tail(request, base, protocol.pack(tokens)) for tokens in lists])
 
 
 class _Heard:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.continuer import Continuer, Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.types import RolloutRequest, Trajectory
 
@@ -95,9 +95,7 @@ MANNERS: dict[str, Callable[[Texts, Lane], list[int]]] = {
 }
 
 
-class Reciter:
-    """A `Continuer`."""
-
+class Reciter(Continuer):
     version = 1
 
     def __init__(self, spec: DrafterSpec) -> None:
@@ -110,6 +108,3 @@ class Reciter:
         if manner != self._manner:
             self._manner, self._texts = manner, Texts(self._folder)
         return [MANNERS[manner](self._texts, lane) for lane in lanes]
-
-    def forget(self, key: Hashable) -> None:
-        pass

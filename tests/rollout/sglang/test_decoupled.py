@@ -20,6 +20,7 @@ from specactor.errors import EngineError
 from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.pool import EnginePool
+from specactor.rollout.process_guard import descendants
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.speculation.counters import Counts, added
 from specactor.types import RolloutRequest
@@ -281,9 +282,7 @@ def test_a_drafter_that_dies_costs_no_token(setting: Setting) -> None:
     def kill(trajectory: object) -> None:
         seen.append("")
         if len(seen) == 2:
-            started = pool.drafters[0].started
-            assert started is not None
-            os.kill(started.pid, signal.SIGKILL)
+            os.kill(descendants(pool.drafters[0].pid)[0], signal.SIGKILL)
 
     assert facts(engine.generate(BATCH, on_finished=kill)) == want
     deadline = time.monotonic() + 120

@@ -24,6 +24,7 @@ from specactor.rollout.decoupled.transport import make_keys
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_start import Ports
 from specactor.rollout.pool import EnginePool
+from specactor.rollout.process_guard import descendants
 from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.rollout.speculation.counters import Counts
 from specactor.types import RolloutRequest, Trajectory
@@ -251,7 +252,7 @@ def test_drafters_of_two_hosts_with_keys_of_their_own(setting: Setting) -> None:
             setting.aim_at(specs, of_engines)
             setting.start(decoupled())
             wait_until(lambda: setting.drafted_there() == [True, True], "one of the two drafts nothing")
-            os.kill(pool.drafters[1].wait_ready().pid, signal.SIGKILL)
+            os.kill(descendants(pool.drafters[1].pid)[0], signal.SIGKILL)
             wait_until(lambda: pool.restarts == 1, "it is not started again")
             pool.drafters[1].wait_ready()
             wait_until(lambda: all(setting.drafted_there()) and _has_drafted(pool.drafters[1]), "it is not found again")
@@ -261,7 +262,7 @@ def test_drafters_of_two_hosts_with_keys_of_their_own(setting: Setting) -> None:
             for spec, keys in zip(specs, of_engines, strict=True):
                 assert_holds_nothing(spec.endpoint, keys)
             strangers, _ = make_keys()
-            pretending = [replace(strangers, drafter_public=keys.drafter_public) for keys in of_engines]
+            pretending = [replace(strangers, peer=keys.peer) for keys in of_engines]
             for wrong in (of_engines[::-1], [strangers, strangers], pretending, [None, None]):
                 setting.aim_at(specs, wrong)
                 setting.start(decoupled())

@@ -16,6 +16,7 @@ from specactor.config import EngineConfig, SpeculationConfig
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import Address, local_endpoint, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.process_guard import descendants
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import REPORT
 from specactor.rollout.speculation.counters import Counts, added
@@ -221,14 +222,12 @@ def test_a_process_that_dies_costs_no_token_and_the_others_go_on(
     until_drafted(aimed, config, "decoupled:2")
     want = plain(aimed)
     configure(aimed, config)
-    started = processes.drafters[1].started
-    assert started is not None
     seen: list[object] = []
 
     def kill(trajectory: object) -> None:
         seen.append(trajectory)
         if len(seen) == 2:
-            os.kill(started.pid, signal.SIGKILL)
+            os.kill(descendants(processes.drafters[1].pid)[0], signal.SIGKILL)
 
     aimed.flush()
     assert facts(aimed.generate(batch_of_all_kinds(), on_finished=kill, timeout_s=LIMIT_S)) == want

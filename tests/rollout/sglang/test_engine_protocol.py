@@ -43,6 +43,7 @@ def through_socket(message: Any, decoder: msgspec.msgpack.Decoder[Any]) -> objec
         p.Generate(requests=[REQUEST]),
         p.RankCall(name="x", payload=b"\x00\xff", timeout_s=1.5),
         p.Command(verb="pause"),
+        p.Command(verb="abort_requests", request_ids=["a", "b"]),
     ],
 )
 def test_messages_to_the_host_arrive_as_they_were(message: p.ToEngine) -> None:
@@ -54,6 +55,8 @@ def test_messages_to_the_host_arrive_as_they_were(message: p.ToEngine) -> None:
     [
         p.Finished(request=0, token_ids=[1], logprobs=[-0.1], finish_reason="stop"),
         p.Finished(request=0, token_ids=[1], logprobs=[-0.1], finish_reason="length", routed_experts=b"\x00\xff"),
+        p.Progress(),
+        p.Progress(request=0, token_ids=[1, 2], logprobs=[-0.1, -0.2]),
         p.RankReplies(replies=[b"a", b""]),
         frames.Failed(message="no"),
     ],

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
-from specactor.rollout.sglang.engine_client import Engine, EngineDied, EngineSpec, running
+from specactor.rollout.child_process import ChildDied
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import TRACE
 from specactor.rollout.speculation.probing import SOON
 from specactor.trace import Span
@@ -245,5 +246,5 @@ def test_an_engine_that_looks_at_the_ended_dies(make_spec: Callable[..., EngineS
     with running(make_spec(63, speculation=OFF)) as engine:
         probe(engine, "overlap_rounds", True)
         probe(engine, "break_with", "looks_at_the_ended")
-        with pytest.raises(EngineDied, match="allows freeing before alloc"):
+        with pytest.raises(ChildDied, match="allows freeing before alloc"):
             engine.generate(batch())

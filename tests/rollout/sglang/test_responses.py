@@ -33,7 +33,6 @@ def sglang_takes(given: int, new: int) -> bool:
 
 def ready(spec: EngineSpec) -> Ready:
     return Ready(
-        server_pid=1,
         scheduler_pids=[],
         max_sequence_tokens=CONTEXT - spec.reserved_tokens,
         kv_tokens=10 * CONTEXT,

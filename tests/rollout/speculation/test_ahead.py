@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from specactor.rollout.decoupled import engine_side
-from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.continuer import Continuer, Lane
 from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.main import Pace
 from specactor.rollout.decoupled.protocol import Beat, Commits, Header, Open, ToDrafter, encode
@@ -27,7 +27,7 @@ TOKEN_S = STEP_S / 4
 """A draft token for all requests."""
 
 
-class Half:
+class Half(Continuer):
     """Right with a probability, per token."""
 
     version = 1
@@ -44,9 +44,6 @@ class Half:
     def token(self, seed: int, position: int) -> int:
         coin = zlib.crc32(f"{seed} {position}".encode()) / 2**32
         return 2 * ((7 * position + seed) % 40) + (coin >= self.right)
-
-    def forget(self, key: Hashable) -> None:
-        pass
 
 
 class Elsewhere:
