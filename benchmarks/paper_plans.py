@@ -15,12 +15,11 @@ from math import ceil
 from benchmarks.paper_algorithms import PaperCosts, PaperPlan, plan, tgs_coupled
 from benchmarks.results import RESULTS, Result, publish
 from specactor.planning.model_shapes import SHAPES
-from specactor.planning.plans import Candidates, Cluster, RolloutPlan, pipelined
+from specactor.planning.plans import Candidates, Cluster, Mode, RolloutPlan, pipelined
 from specactor.planning.rooflines import DEVICES, Attained, device, from_figures
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
-from specactor.rollout.speculation.reconfiguration import Mode
 
 GPUS = 256
 CONTEXT = 4096

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,26 @@ from specactor.config import MAX_WINDOW
 from specactor.errors import PlanError
 from specactor.rollout.speculation.acceptance import checked
 from specactor.rollout.speculation.costs import METHOD, CostTable, Grid
-from specactor.rollout.speculation.reconfiguration import DraftPlan, Mode
 from specactor.rollout.speculation.windows import OFF
 
 TEXT_DRAFTERS = ("suffix", "previous")  # they look things up on the host, where the verifier is
+
+Mode = Literal["off", "coupled", "decoupled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPlan:
+    mode: Mode
+    drafter: str  # OFF for plain decoding
+    window: int  # draft tokens per verify; 0 for plain decoding
+
+    def __post_init__(self) -> None:
+        plain = (self.mode == OFF, self.drafter == OFF, self.window == 0)
+        assert self.window >= 0, self
+        assert len(set(plain)) == 1, f"a window of 0 goes with mode and drafter {OFF}: {self}"
+
+
+PLAIN = DraftPlan(mode="off", drafter=OFF, window=0)
 
 
 @dataclass(frozen=True, kw_only=True)

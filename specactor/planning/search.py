@@ -15,9 +15,11 @@ from specactor.config import Config
 from specactor.errors import PlanError
 from specactor.planning.plans import (
     AHEAD,
+    PLAIN,
     Cluster,
     DrafterEngine,
     DrafterOption,
+    DraftPlan,
     Pace,
     Placement,
     RolloutPlan,
@@ -30,7 +32,6 @@ from specactor.planning.plans import (
 )
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import METHOD, CostTable, Grid
-from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan
 
 if TYPE_CHECKING:  # plans need no torch
     from specactor.parallel.collective import Collective

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specactor.errors import PlanError
-from specactor.planning.plans import there
+from specactor.planning.plans import Mode, there
 from specactor.rollout.speculation.costs import CostTable, Grid
+from specactor.rollout.speculation.decoupled_rounds import ready
 from specactor.rollout.speculation.fastest_of_n import combined
-from specactor.rollout.speculation.reconfiguration import ready
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -128,7 +128,8 @@ def survivals(method: Method, odds_B: Floats, tokens_B: Floats, *, window: int, 
     return survived_BW
 
 
-OFF, COUPLED, DECOUPLED = 0, 1, 2  # what a request does, as in `reconfiguration.MODES`
+MODES: tuple[Mode, ...] = ("off", "coupled", "decoupled")
+OFF, COUPLED, DECOUPLED = range(3)  # what a request does: its place in MODES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,8 @@ def test_the_simulator_defines_no_second_policy() -> None:
         "best_window",
         "best_windows",
         "of_drafter",
-        "reconfigure",
+        "speeds",
+        "ready",
         "assign",
         "pipelined",
     }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from specactor.planning.plans import RolloutPlan, pipelined
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import survival_of
-from specactor.rollout.speculation.reconfiguration import ready
+from specactor.rollout.speculation.decoupled_rounds import ready
 from specactor.simulator.requests import COUPLED, DECOUPLED, OFF, Beside, Floats, Remote, Round, round_of
 from tests.simulator.small import W, candidates, cluster, drafting, requests, table
 
