@@ -183,7 +183,7 @@ def round_of(
     """Return a round that verifies `drafter`'s tokens, and has `host_s` between its passes.
 
     On the verifier's devices a request has its window in every round. By `remote` a round that `waits` lasts until
-    windows are there, and accepts j tokens or more with probability ready * survival_j (`pipelined`); one that does not
+    windows are there, and accepts j tokens or more with probability ready * survival_j; one that does not
     takes what is there (`there`), as real engines do.
     """
     requests, width = survival_BW.shape

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from benchmarks.decoupled_speed_clock import decoupled
 from specactor.errors import PlanError
-from specactor.planning.plans import AHEAD, Pace, coupled_tokens, pipelined, running
+from specactor.planning.plans import AHEAD, Pace, coupled_tokens, running
 from specactor.rollout.decoupled import drafter_side
 from specactor.rollout.decoupled.remote_drafter import Patience
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
+from tests.lib.pipelined import pipelined
 
 BASE_S = 0.010
 PER_ROW_S = 0.0002

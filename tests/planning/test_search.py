@@ -26,13 +26,13 @@ from specactor.planning.plans import (
     RolloutPlan,
     VerifierOption,
     coupled_tokens,
-    pipelined,
     running,
 )
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
 from tests import test_structure
+from tests.lib.pipelined import pipelined
 from tests.planning.search_cases import AXIS, Case, W, cases, drafter, drafting, linear, verifier
 
 

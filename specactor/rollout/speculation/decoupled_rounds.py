@@ -52,7 +52,10 @@ def speeds(survival_BW: Floats, costs: LiveCosts) -> Floats:
 
 
 def ready(survival_BW: Floats) -> Floats:
-    """Return [B][W]: the share of decoupled rounds that have a window."""
+    """Return [B][W]: the share of rounds that have a window, where they last until windows are there.
+
+    A request's window is there, or its drafter starts again from the commit, after a plain step.
+    """
     # The position after the last one is accepted as often as the last.
     last_B, before_B = survival_BW[:, -1], survival_BW[:, -2] if survival_BW.shape[1] > 1 else 1.0
     beyond_B = np.divide(last_B * last_B, before_B, out=np.zeros_like(last_B), where=np.asarray(before_B) > 0)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor.planning.plans import pipelined
 from specactor.rollout.speculation.costs import CostTable, Grid
 from specactor.rollout.speculation.decoupled_rounds import LiveCosts, speeds
+from tests.lib.pipelined import pipelined
 
 W = 4
 AXIS = (1.0, 64.0)
