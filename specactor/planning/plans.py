@@ -171,7 +171,6 @@ def _windows(token_s: Grid) -> Grid:
     return Grid(requests=token_s.requests, per_request=windows, seconds=seconds)
 
 
-AHEAD = 2  # windows that a drafter may be ahead of a commit
 SETTLED = 1e-4  # a round's seconds are found when they change by less than this share
 MAX_ITERATIONS = 50
 

@@ -17,7 +17,6 @@ import numpy as np
 from specactor.config import Config
 from specactor.errors import PlanError
 from specactor.planning.plans import (
-    AHEAD,
     PLAIN,
     Cluster,
     DrafterEngine,
@@ -32,6 +31,7 @@ from specactor.planning.plans import (
     from_table,
     running,
 )
+from specactor.rollout.decoupled.drafter_side import AHEAD
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import METHOD, CostTable, Grid
 from specactor.rollout.speculation.decoupled_rounds import ready

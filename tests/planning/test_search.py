@@ -15,7 +15,6 @@ from benchmarks.paper_algorithms import PaperCosts
 from benchmarks.paper_algorithms import plan as algorithm_1
 from specactor.errors import PlanError
 from specactor.planning.plans import (
-    AHEAD,
     PLAIN,
     Cluster,
     DrafterEngine,
@@ -29,6 +28,7 @@ from specactor.planning.plans import (
     running,
 )
 from specactor.planning.search import search
+from specactor.rollout.decoupled.drafter_side import AHEAD
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
 from tests import test_structure
