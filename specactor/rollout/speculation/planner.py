@@ -23,7 +23,6 @@ from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.drafter_set import DrafterSet
 from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.fastest_of_n import Candidates, candidates, further
-from specactor.rollout.speculation.probing import Promises
 from specactor.rollout.speculation.verification import Decision, Drafts
 from specactor.rollout.speculation.windows import (
     CHANGE_MARGIN,
@@ -43,6 +42,8 @@ MARGIN = 0.1
 pace."""
 PACE_ROUNDS = 16
 """Rounds over which the pace is averaged: that of one depends on who happened to have drafts."""
+USUAL_ROUNDS = 8
+"""Rounds over which is averaged what drafters elsewhere promise: one that stopped is left within six times as many."""
 PER_REQUEST = "per request"
 """Name of the option in which each request has its own drafter."""
 FASTEST = "fastest of N"
@@ -53,7 +54,8 @@ class Planner:
     def __init__(self, config: SpeculationConfig, drafter_set: DrafterSet, estimates: Estimates) -> None:
         self.owners = Owners()
         self.current = OFF
-        self._promises = Promises()
+        self._usual: dict[str, tuple[float, float]] = {}
+        """Average tokens per request and the plain rounds that they take, by drafter elsewhere."""
         self._config, self._drafter_set, self._estimates = config, drafter_set, estimates
         self._costs, self._acceptance = estimates.costs, estimates.acceptance
         self._windows = best_windows if config.window is None else whole_drafts
@@ -121,10 +123,20 @@ class Planner:
         plain_s = self._costs.plain_s(requests)
         for name, option in found.items():
             if self._drafter_set.drafters[name].drafts_ahead:
-                gain = self._promises.promised(
-                    name, tokens=option.choice.emitted / requests, rounds=option.round_s / plain_s
-                )
+                gain = self.usual_gain(name, tokens=option.choice.emitted / requests, rounds=option.round_s / plain_s)
                 found[name] = replace(option, usual=gain * requests / plain_s)
+
+    def usual_gain(self, drafter: str, *, tokens: float, rounds: float) -> float:
+        """Note a round's tokens per request and its seconds, in plain rounds. Returns the usual speed-up.
+
+        After a rejection a request has no drafts for a round or two, for which alone plain decoding looks best.
+        """
+        # Of averages, so that quick rounds without drafts weigh less than long ones.
+        mean_tokens, mean_rounds = self._usual.get(drafter, (tokens, rounds))
+        mean_tokens += (tokens - mean_tokens) / USUAL_ROUNDS
+        mean_rounds += (rounds - mean_rounds) / USUAL_ROUNDS
+        self._usual[drafter] = mean_tokens, mean_rounds
+        return mean_tokens / mean_rounds
 
     def _mixed(
         self,
