@@ -22,8 +22,9 @@ import msgspec
 from benchmarks.decoupled_speed_bench import MAX_WINDOW, NEW_TOKENS, Bench, Way, drafter, speculation
 from benchmarks.decoupled_speed_clock import coupled_of_endless, decoupled_of_endless
 from benchmarks.dialled import Script
-from specactor.planning.plans import AHEAD, Pace, RolloutPlan
+from specactor.planning.plans import Pace, RolloutPlan
 from specactor.planning.profile_grid import beside, by_requests, column, without_waits
+from specactor.rollout.decoupled.drafter_side import AHEAD
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.sglang.speculation_calls import Rounds

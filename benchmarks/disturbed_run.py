@@ -192,10 +192,10 @@ class Job:
 
     def victim(self, name: str) -> int:
         """Process of: scheduler, engine server, rank 0, rank 1, launcher."""
+        if name == "launcher":
+            return self.launcher.pid
         status = self.folder.read_status()
         assert status is not None
-        if name == "launcher":
-            return status.launcher_pid
         if name.startswith("rank "):
             return status.rank_pids[int(name.removeprefix("rank "))]
         rank = psutil.Process(status.rank_pids[0])

@@ -11,6 +11,7 @@ import sys
 import torch
 from torch.nn.functional import pad
 
+from specactor.config.rollout import SPLIT
 from specactor.cpu import sglang_ops
 from specactor.rollout.sglang import kernels
 from specactor.rollout.sglang.kernels import TILE
@@ -42,7 +43,7 @@ def tiles(device: str, dtype: torch.dtype, *, group: int, dim: int, lengths: tup
     k, v = torch.randn(2, len(lengths) * width, 1, dim).to(device, dtype)
     slots = torch.randperm(len(k), device=device).view(len(lengths), width)
     q = torch.randn(len(lengths), group, dim).to(device, dtype)
-    parts = torch.empty(len(lengths) * TILE, group, -(-width // kernels.SPLIT), dim, device=device)
+    parts = torch.empty(len(lengths) * TILE, group, -(-width // SPLIT), dim, device=device)
 
     def attend(q: torch.Tensor, readers: list[int], seen: list[int]) -> torch.Tensor:
         indices = torch.cat([slots[r, :n] for r, n in zip(readers, seen, strict=True)])

@@ -22,10 +22,9 @@ from benchmarks.paced_engine import Pace
 from benchmarks.paced_settings import L20, steps_of
 from benchmarks.plots import STYLE, dots
 from benchmarks.results import RESULTS, Result, publish, stored
-from specactor.planning.plans import Cluster, DrafterEngine, DrafterOption, VerifierOption
+from specactor.planning.plans import Cluster, DrafterEngine, DrafterOption, Mode, VerifierOption
 from specactor.planning.search import search
 from specactor.rollout.speculation.costs import CostTable, Grid
-from specactor.rollout.speculation.reconfiguration import Mode
 
 TARGET, CONTEXT, DEVICES = "Qwen2.5-32B", 1024, 8
 DRAFTS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")

@@ -1,6 +1,6 @@
 """The cost model and Algorithms 1 and 2 of arXiv 2511.16193 (v3) as published. PURE: seconds and counts in, plans out.
 
-`plans.search` and `reconfiguration.reconfigure` are what runs; this is what they are compared with. Notation of the
+`search.search` and `planner.Owners.of` are what runs; this is what they are compared with. Notation of the
 paper: b requests on a worker, g_d drafter devices and g_v verifier devices of a worker, w window, p acceptance of a
 draft token, G devices, B requests in all.
 

@@ -12,15 +12,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
 
+import numpy as np
+
 from benchmarks.paper_algorithms import PaperCosts, PaperPlan, plan, tgs_coupled
 from benchmarks.results import RESULTS, Result, publish
 from specactor.planning.model_shapes import SHAPES
-from specactor.planning.plans import Candidates, Cluster, RolloutPlan, pipelined
+from specactor.planning.plans import Candidates, Cluster, Mode, RolloutPlan, coupled_tokens
 from specactor.planning.rooflines import DEVICES, Attained, device, from_figures
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
-from specactor.rollout.speculation.reconfiguration import Mode
+from specactor.rollout.speculation.decoupled_rounds import ready
 
 GPUS = 256
 CONTEXT = 4096
@@ -152,12 +154,13 @@ def _ours_of(setting: Setting, found: Candidates, chosen: PaperPlan) -> float:
     fit = verifier.requests()
     groups = GPUS // (chosen.g_d + chosen.g_v)
     b = chosen.requests if fit is None else min(chosen.requests, fit)
-    rounds = pipelined(drafter.survival, chosen.window)
+    share = float(ready(np.array([drafter.survival]))[0, chosen.window - 1])
+    tokens = 1.0 + share * (coupled_tokens(drafter.survival, chosen.window) - 1.0)
     seconds = max(
-        verifier.costs.verify.at(b, 1 + chosen.window * rounds.ready),
+        verifier.costs.verify.at(b, 1 + chosen.window * share),
         engine.seconds.at(b, chosen.window + 1) + setting.cluster.message_s,
     )
-    return min(setting.cluster.requests, groups * b) * rounds.tokens / seconds
+    return min(setting.cluster.requests, groups * b) * tokens / seconds
 
 
 def _of(ranked: Sequence[RolloutPlan], mode: Mode) -> RolloutPlan | None:

@@ -20,8 +20,7 @@ from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import OnlineCosts
 from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.rollout.speculation.planner import of_drafter
-from specactor.rollout.speculation.reconfiguration import DrafterOffer, DraftPlan, LiveCosts, reconfigure
+from specactor.rollout.speculation.planner import Owners, of_drafter
 from specactor.simulator.decide import Policy, SimulatedMode
 from specactor.simulator.requests import Lengths, Method, World, draw
 from specactor.simulator.rollout import simulate
@@ -76,24 +75,20 @@ def row(devices: int, per_device: int) -> list[str]:
 
 
 def decision_ms() -> dict[str, float]:
-    """Processor milliseconds of one decision on 256 requests, the median of 20."""
+    """Processor milliseconds of one decision on 256 requests, of two drafters, the median of 20."""
     found, rng = candidates(), np.random.default_rng(0)
-    option, drafter = found.verifiers[0], found.drafters[0]
+    option, names = found.verifiers[0], [drafter.name for drafter in found.drafters]
     model, costs = AcceptanceModel(max_window=MAX_WINDOW), OnlineCosts(option.costs)
     sequences = [DraftSequence(request_id=str(i), prompt_ids=()) for i in range(BATCH)]
     for sequence in sequences:
         for right in rng.integers(0, MAX_WINDOW + 1, 4).tolist():
             model.observe(sequence.request_id, MAX_WINDOW, right, asked=MAX_WINDOW)
     ids = [sequence.request_id for sequence in sequences]
-    live = LiveCosts.of(
-        option.costs, requests=BATCH, max_window=MAX_WINDOW, remote=drafter.engines[0].seconds, served=BATCH
-    )
-    current = [DraftPlan(mode="decoupled", drafter=drafter.name, window=4)] * BATCH
+    verify_W = costs.verify_curve(BATCH, BATCH * (1 + MAX_WINDOW))[::BATCH][1:]
     calls: dict[str, Callable[[], object]] = {
-        "windows (best_windows)": lambda: of_drafter(drafter.name, model, costs, sequences, [MAX_WINDOW] * BATCH, None),
-        "modes and windows (reconfigure)": lambda: reconfigure(
-            [DrafterOffer(drafter=drafter.name, survival=model.survivals(ids, covered=False), costs=live)],
-            current,
+        "windows (best_windows)": lambda: of_drafter(names[0], model, costs, sequences, [MAX_WINDOW] * BATCH, None),
+        "drafters (Owners.of)": lambda: Owners().of(
+            ids, {name: model.survivals(ids, covered=False) for name in names}, dict.fromkeys(names, verify_W)
         ),
     }
     return {name: _ms(call) for name, call in calls.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
@@ -135,10 +134,10 @@ def _resume(actor: SpecActor, checkpoint_dir: Path, config: Config, progress: Pr
 
 
 def _status_writer(folder: RunFolder, steps: int, members: Sequence[Member]) -> Callable[[str, int], None]:
-    launcher, ranks = os.getppid(), tuple(member.pid for member in members)
+    ranks = tuple(member.pid for member in members)
 
     def write(phase: str, step: int) -> None:
-        folder.write_status(Status(phase=phase, step=step, steps=steps, launcher_pid=launcher, rank_pids=ranks))
+        folder.write_status(Status(phase=phase, step=step, steps=steps, rank_pids=ranks))
 
     return write
 

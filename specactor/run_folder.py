@@ -24,7 +24,6 @@ class Status:
     phase: str  # as the progress display names it; "" between two phases, "done" after the last
     step: int  # finished RL steps: those with a line in ``metrics.jsonl``
     steps: int
-    launcher_pid: int  # process of torchrun on the machine of rank 0
     rank_pids: tuple[int, ...]  # process of every trainer rank, on its machine
 
 

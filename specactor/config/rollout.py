@@ -89,6 +89,8 @@ SAME_BITS = "same bits in plain rounds, verifications and any batch"
 SAME_LAW = "same law and noise; tokens equal but for ties, which `make gpu-check` counts"
 TILES = "tiles"
 """Our attention backend for GPUs: one product has up to eight rows of a request."""
+SPLIT = 256
+"""Keys of a part of its attention: as many as SGLang's Triton backend has room for in its deterministic mode."""
 
 
 class Guarantee(NamedTuple):

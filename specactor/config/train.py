@@ -265,6 +265,10 @@ class DistillationConfig:
         )
 
 
+HEAD_STEPS = 4  # drafted tokens that a head learns from at every position
+PART_LOGITS = 2**25  # of which a draft model's losses are computed at once
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftTrainingConfig(DistillationConfig):
     """All that decides how a draft model learns. A run takes the defaults; ``specactor drafter train`` may choose."""

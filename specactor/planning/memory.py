@@ -15,24 +15,24 @@ from pathlib import Path
 from typing import Literal
 
 from specactor.config import Config, DraftTrainingConfig
+from specactor.config.rollout import SPLIT
 from specactor.config.speculation import MADE_BY_WARM_UP, WARM_UP_HEAD
+from specactor.config.train import HEAD_STEPS, PART_LOGITS
 from specactor.errors import ConfigError
 from specactor.parallel.layout import Layout, ModelShape, check, longest_text
 from specactor.planning.model_shapes import SHAPES, TransformerShape
+from specactor.weights_sync.buckets import ELEMENT_BYTES as BYTES
 
 Phase = Literal["rollout", "train", "sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "train", "sync")
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES = 4  # float32 buffers (`trainer.optimizer.wrap`)
 ADAM_BYTES = {"float32": 8, "bfloat16": 4, "host": 8}  # both moments, by train.optimizer_state
 MAIN_WEIGHT_BYTES = 4  # beside parameters that are not float32 themselves
 LOGIT_BYTES = 10  # of one logit of a micro-batch: in bfloat16, in float32 for the loss, and its gradient
 LAYER_BYTES = 34  # per token and channel of a layer, fused attention: arXiv 2205.05198, table 2
-TRITON_PART = 256  # keys whose share of the attention is computed at once, in deterministic engines
 DRAFT_BYTES = 12  # of a draft model's weight that learns, and its moments; a refresh has copies in host memory
 DRAFT_LOGIT_BYTES = 4  # of one of its micro-batch, whose place its gradient takes
-PART_BYTES = 24 * 2**25  # of what its loss computes with at once (`trainer.drafter.losses.PART_LOGITS`)
-HEAD_STEPS = 4  # `trainer.drafter.head_training.STEPS`
+PART_LOGIT_BYTES = 24  # of each of the PART_LOGITS that its loss computes with at once
 OVERHEAD_BYTES = 3e9  # of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed
 MICRO_BATCH = "draft micro-batch"  # what it takes beyond the policy's
 ESTIMATED = ("activations", "logits", MICRO_BATCH, "overhead")  # no line of code allocates them as they stand here
@@ -73,7 +73,7 @@ def _bytes_of_rounds(config: Config, shape: TransformerShape) -> float:
     rows = engine.max_running_requests * (1 if speculation.mode == "off" else speculation.max_window + 1)
     context = longest_text(config, sys.maxsize)
     if {"triton", "tiles"} & {*engine.attention.values()}:
-        parts = -(-context // TRITON_PART) * shape.heads / config.parallel.engine_tensor
+        parts = -(-context // SPLIT) * shape.heads / config.parallel.engine_tensor
         of_keys = 8.0 * context + 4.0 * parts * shape.head_dim
     else:
         of_keys = 4.0 * context
@@ -165,7 +165,7 @@ def _draft_microbatch(config: Config, draft: TransformerShape) -> float:
     if draft.reads:  # its attention keeps each pair of tokens, and a copy of that
         layers += 2 * BYTES["float32"] * draft.heads * tokens**2
     logits = DRAFT_LOGIT_BYTES * tokens * draft.vocab
-    return (HEAD_STEPS if draft.reads else 1) * (layers + logits) + min(PART_BYTES, 6 * logits)
+    return (HEAD_STEPS if draft.reads else 1) * (layers + logits) + min(PART_LOGIT_BYTES * PART_LOGITS, 6 * logits)
 
 
 def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:

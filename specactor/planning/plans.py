@@ -4,7 +4,8 @@ Sizes are bytes, times seconds, counts devices, engines, requests or tokens. sur
 accepted). Shapes: S states, K windows 0..w.
 
 Invariants: a window of 0 is plain decoding, and nothing else is; no count, time or probability is out of range; a round
-emits at least 1 token, and no fewer when survivals rise; with a drafter that takes no time `running` is `pipelined`.
+emits at least 1 token, and no fewer when survivals rise; with a drafter that takes no time `running` has windows as
+often as `ready` says.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +22,26 @@ from specactor.config import MAX_WINDOW
 from specactor.errors import PlanError
 from specactor.rollout.speculation.acceptance import checked
 from specactor.rollout.speculation.costs import METHOD, CostTable, Grid
-from specactor.rollout.speculation.reconfiguration import DraftPlan, Mode
 from specactor.rollout.speculation.windows import OFF
 
 TEXT_DRAFTERS = ("suffix", "previous")  # they look things up on the host, where the verifier is
+
+Mode = Literal["off", "coupled", "decoupled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPlan:
+    mode: Mode
+    drafter: str  # OFF for plain decoding
+    window: int  # draft tokens per verify; 0 for plain decoding
+
+    def __post_init__(self) -> None:
+        plain = (self.mode == OFF, self.drafter == OFF, self.window == 0)
+        assert self.window >= 0, self
+        assert len(set(plain)) == 1, f"a window of 0 goes with mode and drafter {OFF}: {self}"
+
+
+PLAIN = DraftPlan(mode="off", drafter=OFF, window=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +117,7 @@ class DrafterEngine:
     capacity_bytes: float = float("inf")
     token_s: Grid | None = None
     """Over (requests, 1), measured in a process: from token to token of each (`decoupled.spec.Work`). Rounds then take
-    what is there (`running`); None: they last until windows are (`pipelined`)."""
+    what is there (`running`); None: they last until windows are (`ready`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,43 +171,12 @@ def _windows(token_s: Grid) -> Grid:
     return Grid(requests=token_s.requests, per_request=windows, seconds=seconds)
 
 
-AHEAD = 2  # windows that a drafter may be ahead of a commit
 SETTLED = 1e-4  # a round's seconds are found when they change by less than this share
 MAX_ITERATIONS = 50
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pipelined:
-    """Decoupled rounds of one request, on average."""
-
-    ready: float  # share of rounds that verify a window
-    tokens_when_ready: float
-
-    @property
-    def tokens(self) -> float:
-        return 1.0 + self.ready * (self.tokens_when_ready - 1.0)
-
-
 def coupled_tokens(survival: Sequence[float], window: int) -> float:
     return 1.0 + sum(survival[:window])
-
-
-def pipelined(survival: Sequence[float], window: int) -> Pipelined:
-    """Return rounds that last until windows are there.
-
-    A request is ready (its window is there), or its drafter starts again from the commit, after a plain step. The entry
-    of `survival` behind the window is extrapolated if missing.
-    """
-    assert 1 <= window <= len(survival), window
-    onward = survival[window] if len(survival) > window else _next(survival[:window])
-    returns, leaves = survival[0], 1.0 - onward
-    ready = returns / (returns + leaves) if returns + leaves > 0 else 1.0
-    return Pipelined(ready=ready, tokens_when_ready=coupled_tokens(survival, window))
-
-
-def _next(survival: Sequence[float]) -> float:
-    last, before = survival[-1], survival[-2] if len(survival) > 1 else 1.0
-    return last * last / before if before > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +239,11 @@ def there(survival: Sequence[float], window: int, *, drafted: float, afresh: flo
         most: tokens ahead of a commit.
     """
     return _Chain(survival, window, most=most).windows(drafted, afresh)
+
+
+def _next(survival: Sequence[float]) -> float:
+    last, before = survival[-1], survival[-2] if len(survival) > 1 else 1.0
+    return last * last / before if before > 0 else 0.0
 
 
 class _Chain:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil, isfinite
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from specactor.config import Config
 from specactor.errors import PlanError
 from specactor.planning.plans import (
-    AHEAD,
+    PLAIN,
     Cluster,
     DrafterEngine,
     DrafterOption,
+    DraftPlan,
     Pace,
     Placement,
     RolloutPlan,
@@ -25,12 +29,12 @@ from specactor.planning.plans import (
     coupled_tokens,
     fitting,
     from_table,
-    pipelined,
     running,
 )
+from specactor.rollout.decoupled.drafter_side import AHEAD
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import METHOD, CostTable, Grid
-from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan
+from specactor.rollout.speculation.decoupled_rounds import ready
 
 if TYPE_CHECKING:  # plans need no torch
     from specactor.parallel.collective import Collective
@@ -190,10 +194,16 @@ def _lasting(
 ) -> tuple[float, float, float, str]:
     """Return (share of rounds with a window, tokens per round, seconds, why) of rounds that wait."""
     draft_s = engine.seconds.at(served, window + 1) + of.cluster.message_s
-    rounds = pipelined(drafter.survival, window)
-    verify_s = _round_s(of).at(of.requests, 1.0 + rounds.ready * window)
+    share = _ready(drafter.survival)[window - 1]
+    tokens = 1.0 + share * (coupled_tokens(drafter.survival, window) - 1.0)
+    verify_s = _round_s(of).at(of.requests, 1.0 + share * window)
     bound = "bound by drafting" if draft_s >= verify_s else "bound by verifying"
-    return rounds.ready, rounds.tokens, max(verify_s, draft_s), bound
+    return share, tokens, max(verify_s, draft_s), bound
+
+
+@lru_cache  # a search asks for few survivals, thousands of times
+def _ready(survival: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(ready(np.array([survival]))[0].tolist())
 
 
 def _running(

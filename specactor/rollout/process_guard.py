@@ -62,8 +62,7 @@ def run_guarded(connection_fd: int, guarded: Callable[[], None]) -> None:
 
 
 def _become_guarded(guard_pid: int) -> None:
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard_pid:
+    if not die_with(guard_pid):
         os._exit(1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -158,6 +157,12 @@ def sweep(pid: int | None = None) -> None:
             continue
         finally:
             os.close(lock)
+
+
+def die_with(parent: int) -> bool:
+    """Be killed when the parent ends. Returns whether it is still there."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
 
 
 def _prctl(option: int, value: int) -> None:

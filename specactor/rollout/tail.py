@@ -20,8 +20,8 @@ from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.speculation.costs import METHOD
 from specactor.rollout.speculation.counters import Counts
+from specactor.rollout.speculation.decoupled_rounds import LiveCosts
 from specactor.rollout.speculation.fastest_of_n import gain_after, speedup
-from specactor.rollout.speculation.reconfiguration import LiveCosts
 
 ASK_EVERY_S = 0.1  # events come by the hundred per second, and a prediction looks at every request
 RETURN_SHARE = 0.2  # of the way back to the first belief, per step without any draft of theirs
@@ -95,8 +95,7 @@ class WakeWhereItPays:
         return LiveCosts(
             plain_s=float(verify_W[0]),
             verify_s=verify_W,
-            coupled_draft_s=None,
-            decoupled_draft_s=step * np.arange(2.0, self.max_window + 2),
+            draft_s=step * np.arange(2.0, self.max_window + 2),
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import runpy
 import select
@@ -26,6 +25,7 @@ import msgspec
 from setproctitle import setproctitle
 
 from specactor.cpu import sglang as cpu
+from specactor.rollout.process_guard import die_with
 
 NAME = "SPECACTOR_STARTER"  # environment variable with the name of the starter's abstract socket
 _MODULES = (
@@ -52,7 +52,6 @@ _READ_LATE = ("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_EAGER_INPUT_NO_COPY", "TORC
 _TIMEOUT_S = 60.0  # longest wait for a child; a process that waited in vain asks the starter no more
 _GO = b"go"  # the caller has the child, which does nothing until then: a caller that gave up starts its own
 _REAP_EVERY_MS = 200
-_PR_SET_PDEATHSIG = 1
 
 
 class _Order(msgspec.Struct, frozen=True):
@@ -177,8 +176,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket that listens")
     parser.add_argument("--owner", type=int, required=True, help="process to die with")
     arguments = parser.parse_args()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != arguments.owner:
+    if not die_with(arguments.owner):
         return
     setproctitle("specactor: warm starter")  # finds its place while the environment is still the first one
     listener = socket.socket(fileno=arguments.fd)

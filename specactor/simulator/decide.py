@@ -11,21 +11,15 @@ from typing import Literal
 import numpy as np
 
 from specactor.errors import PlanError
-from specactor.planning.plans import Candidates, Cluster, RolloutPlan, VerifierOption
+from specactor.planning.plans import PLAIN, Candidates, Cluster, DraftPlan, Mode, RolloutPlan, VerifierOption
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import OnlineCosts
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.planner import of_drafter
-from specactor.rollout.speculation.reconfiguration import (
-    MODES,
-    PLAIN,
-    DraftPlan,
-    Mode,
-)
 from specactor.rollout.speculation.windows import OFF as NO_DRAFTER
 from specactor.rollout.speculation.windows import Choice, Option, choose
-from specactor.simulator.requests import COUPLED, DECOUPLED, OFF, Ints, Remote, round_of
+from specactor.simulator.requests import COUPLED, DECOUPLED, MODES, OFF, Ints, Remote, round_of
 
 SimulatedMode = Literal["off", "coupled", "decoupled", "auto"]
 AHEAD = "decoupled"  # what the plan of requests drafted for elsewhere is called among the choices

@@ -13,10 +13,10 @@ import numpy as np
 from specactor.planning.plans import VerifierOption
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
+from specactor.rollout.speculation.decoupled_rounds import LiveCosts
 from specactor.rollout.speculation.fastest_of_n import best_window
-from specactor.rollout.speculation.reconfiguration import MODES, LiveCosts
 from specactor.simulator.decide import Decider, Decision
-from specactor.simulator.requests import Beside, Flags, Floats, Ints, Progress, Remote, Round, round_of
+from specactor.simulator.requests import MODES, Beside, Flags, Floats, Ints, Progress, Remote, Round, round_of
 
 FIRST_LOOK, LAST_LOOK = 4, 1024
 """Rounds after which an engine decides anew where nothing else happens: at first and when it has changed its mind, and

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specactor.errors import PlanError
-from specactor.planning.plans import there
+from specactor.planning.plans import Mode, there
 from specactor.rollout.speculation.costs import CostTable, Grid
+from specactor.rollout.speculation.decoupled_rounds import ready
 from specactor.rollout.speculation.fastest_of_n import combined
-from specactor.rollout.speculation.reconfiguration import ready
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -129,7 +129,8 @@ def survivals(method: Method, odds_B: Floats, tokens_B: Floats, *, window: int, 
     return survived_BW
 
 
-OFF, COUPLED, DECOUPLED = 0, 1, 2  # what a request does, as in `reconfiguration.MODES`
+MODES: tuple[Mode, ...] = ("off", "coupled", "decoupled")
+OFF, COUPLED, DECOUPLED = range(3)  # what a request does: its place in MODES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +184,7 @@ def round_of(
     """Return a round that verifies `drafter`'s tokens, and has `host_s` between its passes.
 
     On the verifier's devices a request has its window in every round. By `remote` a round that `waits` lasts until
-    windows are there, and accepts j tokens or more with probability ready * survival_j (`pipelined`); one that does not
+    windows are there, and accepts j tokens or more with probability ready * survival_j; one that does not
     takes what is there (`there`), as real engines do.
     """
     requests, width = survival_BW.shape

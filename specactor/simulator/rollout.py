@@ -16,9 +16,9 @@ import numpy as np
 from specactor.errors import PlanError
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan, VerifierOption
 from specactor.rollout.requests import assign
+from specactor.rollout.speculation.decoupled_rounds import LiveCosts
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.fastest_of_n import ranked
-from specactor.rollout.speculation.reconfiguration import LiveCosts
 from specactor.simulator.decide import Decider, Policy, placed
 from specactor.simulator.engine import Engine, Helper, show
 from specactor.simulator.requests import (

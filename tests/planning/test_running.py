@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from benchmarks.decoupled_speed_clock import decoupled
 from specactor.errors import PlanError
-from specactor.planning.plans import AHEAD, Pace, coupled_tokens, pipelined, running
-from specactor.rollout.decoupled import drafter_side
+from specactor.planning.plans import Pace, coupled_tokens, running
 from specactor.rollout.decoupled.remote_drafter import Patience
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
+from tests.lib.pipelined import pipelined
 
 BASE_S = 0.010
 PER_ROW_S = 0.0002
@@ -134,10 +134,6 @@ def test_a_round_emits_no_less_than_plain_and_no_more_than_coupled(
     assert found.tokens - 1.0 <= found.window + 1e-9
     least, most = (at.round_s.at(requests, k) for k in (1.0, 1.0 + window))
     assert least * (1 - 1e-9) <= found.round_s <= most * (1 + 1e-9)
-
-
-def test_windows_ahead_are_those_of_a_drafter_process() -> None:
-    assert AHEAD == drafter_side.AHEAD
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -15,23 +15,24 @@ from benchmarks.paper_algorithms import PaperCosts
 from benchmarks.paper_algorithms import plan as algorithm_1
 from specactor.errors import PlanError
 from specactor.planning.plans import (
-    AHEAD,
+    PLAIN,
     Cluster,
     DrafterEngine,
     DrafterOption,
+    DraftPlan,
     Footprint,
     Pace,
     RolloutPlan,
     VerifierOption,
     coupled_tokens,
-    pipelined,
     running,
 )
 from specactor.planning.search import search
+from specactor.rollout.decoupled.drafter_side import AHEAD
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
-from specactor.rollout.speculation.reconfiguration import PLAIN, DraftPlan
 from tests import test_structure
+from tests.lib.pipelined import pipelined
 from tests.planning.search_cases import AXIS, Case, W, cases, drafter, drafting, linear, verifier
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specactor.rollout.speculation.decoupled_rounds import LiveCosts
 from specactor.rollout.speculation.fastest_of_n import best_window, gain_after, ranked, speedup
-from specactor.rollout.speculation.reconfiguration import LiveCosts
 
 WINDOWS = 4
 
@@ -18,8 +18,7 @@ def costs(row_s: float, step_s: float, *, plain_s: float = 1.0) -> LiveCosts:
     return LiveCosts(
         plain_s=plain_s,
         verify_s=plain_s + row_s * np.arange(WINDOWS + 1.0),
-        coupled_draft_s=None,
-        decoupled_draft_s=step_s * np.arange(2.0, WINDOWS + 2),
+        draft_s=step_s * np.arange(2.0, WINDOWS + 2),
     )
 
 
@@ -33,27 +32,19 @@ def test_by_hand() -> None:
     assert speedup(0.5, costs(5.0, 0.1)) < 1.0, "rows that cost more than they bring"
 
 
-def coupled(draft_s: float) -> LiveCosts:
-    """A verify of any window takes as long as a plain step."""
-    return LiveCosts(
-        plain_s=1.0,
-        verify_s=np.ones(WINDOWS + 1),
-        coupled_draft_s=draft_s * np.arange(1, WINDOWS + 1),
-        decoupled_draft_s=None,
-    )
-
-
-def test_a_coupled_method_by_hand() -> None:
-    """p = .5: windows 1, 2, .. emit 1.5, 1.75, 1.875 in 1.1, 1.2, 1.3 s; the best is 1.75 / 1.2."""
-    assert speedup(0.5, coupled(0.1)) == pytest.approx(1.75 / 1.2)
-    assert speedup(0.0, coupled(0.1)) <= 1.0
+def test_a_method_that_errs_by_hand() -> None:
+    """p = .5: .4, .36, .35 of rounds have windows of 1, 2, 3, and emit 1.5, 1.75, 1.875; they take .8, 1.2, 1.6 s."""
+    assert speedup(0.5, costs(0.0, 0.4)) == pytest.approx(1.2)
+    slow = costs(0.0, 0.4, plain_s=0.5)
+    assert best_window(0.5, slow) == 1
+    assert speedup(0.5, slow) == pytest.approx(0.5 * 1.2 / 0.8)
 
 
 def test_the_cheaper_method_wins_until_the_other_is_accepted_more() -> None:
-    live = {"cheap": coupled(0.01), "good": coupled(0.2)}
+    live = {"cheap": costs(0.0, 0.1), "good": costs(0.0, 0.4)}
     assert ranked({"cheap": 0.5, "good": 0.6}, live) == ["cheap", "good"]
     assert ranked({"cheap": 0.3, "good": 0.95}, live) == ["good", "cheap"]
-    same = {"b": coupled(0.1), "a": coupled(0.1)}
+    same = {"b": costs(0.0, 0.1), "a": costs(0.0, 0.1)}
     assert ranked({"b": 0.5, "a": 0.5}, same) == ["a", "b"], "names decide among equals"
 
 

@@ -10,18 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.planning.plans import RolloutPlan, pipelined
+from specactor.planning.plans import RolloutPlan
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import survival_of
-from specactor.rollout.speculation.reconfiguration import ready
+from specactor.rollout.speculation.decoupled_rounds import ready
 from specactor.simulator.requests import COUPLED, DECOUPLED, OFF, Beside, Floats, Remote, Round, round_of
+from tests.lib.pipelined import pipelined
 from tests.simulator.small import W, candidates, cluster, drafting, requests, table
 
 RoundOf = Callable[..., Round]
 
 
 @given(st.lists(st.floats(0, 1), min_size=W + 1, max_size=W + 1), st.integers(1, W + 1))
-def test_ready_is_that_of_the_planner(steps: list[float], window: int) -> None:
+def test_windows_are_ready_as_often_as_for_one_request(steps: list[float], window: int) -> None:
     survival = np.cumprod(steps)
     found = ready(survival[None])[0, window - 1]
     assert found == pytest.approx(pipelined(survival.tolist(), window).ready, abs=1e-12)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specactor.config.rollout import TILES
+from specactor.config.rollout import SPLIT, TILES
 from specactor.cpu.sglang_hooks import allow_seeded_sampling
 from specactor.errors import EngineError
 
@@ -123,7 +123,7 @@ def backend_class() -> type:
     class TiledAttention(TritonAttnBackend):  # type: ignore[misc]
         def __init__(self, model_runner: Any, **named: Any) -> None:
             super().__init__(model_runner, **named)
-            _check(self, model_runner, room=self.max_kv_splits * kernels.SPLIT)
+            _check(self, model_runner, room=self.max_kv_splits * SPLIT)
             # A graph reads it where it was when the graph was captured.
             self._sizes = self.kv_indptr.new_zeros(len(self.kv_indptr) - 1)
             self.decode_attention_fwd = self._attend

@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from specactor.config.rollout import SPLIT
+
 TILE = 8  # rows of a tile: a request's last token and seven drafts; always computed all, so bits do not vary
-SPLIT = 256  # keys of a part: as many as SGLang's Triton backend has room for in its deterministic mode
 BLOCK = 64  # keys that are loaded at once
 
 

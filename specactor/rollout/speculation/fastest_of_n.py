@@ -16,7 +16,7 @@ from operator import itemgetter
 import numpy as np
 
 from specactor.rollout.speculation.acceptance import Floats, survival_of
-from specactor.rollout.speculation.reconfiguration import LiveCosts, Mode, speeds
+from specactor.rollout.speculation.decoupled_rounds import LiveCosts, speeds
 from specactor.rollout.speculation.verification import Drafts, common, held
 from specactor.rollout.speculation.windows import OFF
 
@@ -25,9 +25,8 @@ MOST_REQUESTS = 16
 
 
 def speedup(rate: float, costs: LiveCosts) -> float:
-    """Return the predicted speed over plain decoding, in the best mode and window."""
-    modes: tuple[Mode, ...] = ("coupled", "decoupled")
-    return max(float(_by_window(rate, costs, mode).max()) for mode in modes) * costs.plain_s
+    """Return the predicted speed over plain decoding, with the best window."""
+    return float(_by_window(rate, costs).max()) * costs.plain_s
 
 
 def ranked(rates: Mapping[str, float], costs: Mapping[str, LiveCosts]) -> list[str]:
@@ -36,7 +35,7 @@ def ranked(rates: Mapping[str, float], costs: Mapping[str, LiveCosts]) -> list[s
 
 
 def best_window(rate: float, costs: LiveCosts) -> int:
-    return int(_by_window(rate, costs, "decoupled").argmax()) + 1
+    return int(_by_window(rate, costs).argmax()) + 1
 
 
 def gain_after(waking: float, left: float, faster: float) -> float:
@@ -48,8 +47,8 @@ def gain_after(waking: float, left: float, faster: float) -> float:
     return left / (before + (left - before) / faster)
 
 
-def _by_window(rate: float, costs: LiveCosts, mode: Mode) -> Floats:
-    by_window_W: Floats = speeds(np.array([survival_of(rate, len(costs.verify_s) - 1)]), costs, mode)[0]
+def _by_window(rate: float, costs: LiveCosts) -> Floats:
+    by_window_W: Floats = speeds(np.array([survival_of(rate, len(costs.draft_s))]), costs)[0]
     return by_window_W
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 
@@ -23,8 +23,6 @@ from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.drafter_set import DrafterSet
 from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.fastest_of_n import Candidates, candidates, further
-from specactor.rollout.speculation.probing import Promises
-from specactor.rollout.speculation.reconfiguration import PLAIN, DrafterOffer, DraftPlan, LiveCosts, reconfigure, worths
 from specactor.rollout.speculation.verification import Decision, Drafts
 from specactor.rollout.speculation.windows import (
     CHANGE_MARGIN,
@@ -40,9 +38,12 @@ from specactor.rollout.speculation.windows import (
 ENTRY_MARGIN = 0.05
 """Share by which drafting must be faster to begin: predictions err, and drafters have to catch up."""
 MARGIN = 0.1
-"""Tokens per round by which another drafter must promise more before a request changes."""
+"""Tokens per round by which another drafter must promise more before a request changes; a share while there is no
+pace."""
 PACE_ROUNDS = 16
 """Rounds over which the pace is averaged: that of one depends on who happened to have drafts."""
+USUAL_ROUNDS = 8
+"""Rounds over which is averaged what drafters elsewhere promise: one that stopped is left within six times as many."""
 PER_REQUEST = "per request"
 """Name of the option in which each request has its own drafter."""
 FASTEST = "fastest of N"
@@ -53,7 +54,8 @@ class Planner:
     def __init__(self, config: SpeculationConfig, drafter_set: DrafterSet, estimates: Estimates) -> None:
         self.owners = Owners()
         self.current = OFF
-        self._promises = Promises()
+        self._usual: dict[str, tuple[float, float]] = {}
+        """Average tokens per request and the plain rounds that they take, by drafter elsewhere."""
         self._config, self._drafter_set, self._estimates = config, drafter_set, estimates
         self._costs, self._acceptance = estimates.costs, estimates.acceptance
         self._windows = best_windows if config.window is None else whole_drafts
@@ -121,10 +123,20 @@ class Planner:
         plain_s = self._costs.plain_s(requests)
         for name, option in found.items():
             if self._drafter_set.drafters[name].drafts_ahead:
-                gain = self._promises.promised(
-                    name, tokens=option.choice.emitted / requests, rounds=option.round_s / plain_s
-                )
+                gain = self.usual_gain(name, tokens=option.choice.emitted / requests, rounds=option.round_s / plain_s)
                 found[name] = replace(option, usual=gain * requests / plain_s)
+
+    def usual_gain(self, drafter: str, *, tokens: float, rounds: float) -> float:
+        """Note a round's tokens per request and its seconds, in plain rounds. Returns the usual speed-up.
+
+        After a rejection a request has no drafts for a round or two, for which alone plain decoding looks best.
+        """
+        # Of averages, so that quick rounds without drafts weigh less than long ones.
+        mean_tokens, mean_rounds = self._usual.get(drafter, (tokens, rounds))
+        mean_tokens += (tokens - mean_tokens) / USUAL_ROUNDS
+        mean_rounds += (rounds - mean_rounds) / USUAL_ROUNDS
+        self._usual[drafter] = mean_tokens, mean_rounds
+        return mean_tokens / mean_rounds
 
     def _mixed(
         self,
@@ -145,23 +157,22 @@ class Planner:
         own = {name: reaching(table, lengths[name]) for name, table in alone.items()}
         # Every drafter's seconds are those of a round in which all draft that draft first.
         spent_s = max(costs.draft_s(name, requests)(depth) for name in (*ready, PER_REQUEST))
-        live = live_costs(costs, requests, draft_W=np.full(most, spent_s))
-        offers = [DrafterOffer(drafter=name, survival=table, costs=live) for name, table in own.items()]
+        verify_W = costs.verify_curve(requests, requests * (1 + most))[::requests][1:]
+        seconds = dict.fromkeys(own, verify_W + spent_s)
         found: dict[str, Option] = {}
         for name in later:
             later_s = costs.draft_s(name, requests)
             draft_W = np.array([max(spent_s, later_s(window)) for window in range(1, most + 1)])
-            survival = reaching(self._acceptance[name].survivals(ids, covered=False), caps)
-            offer = DrafterOffer(drafter=name, survival=survival, costs=live_costs(costs, requests, draft_W=draft_W))
-            both, reach = [*offers, offer], {**lengths, name: list(caps)}
-            owners = self.owners.of(ids, both)
+            survival_BW = reaching(self._acceptance[name].survivals(ids, covered=False), caps)
+            both, reach = {**own, name: survival_BW}, {**lengths, name: list(caps)}
+            owners = self.owners.of(ids, both, {**seconds, name: verify_W + draft_W})
             if 0 < owners.count(name) < requests:  # one drafter for all is an option of its own
                 kind = f"{PER_REQUEST} with {name}"
                 found[kind] = self._per_request(kind, owners, both, drafts, reach, spent_s, late=name)
         if len(ready) < 2:
             return found
-        owners = self.owners.of(ids, offers)
-        found[PER_REQUEST] = self._per_request(PER_REQUEST, owners, offers, drafts, lengths, spent_s)
+        owners = self.owners.of(ids, own, seconds)
+        found[PER_REQUEST] = self._per_request(PER_REQUEST, owners, own, drafts, lengths, spent_s)
         trees = self._trees(ids, drafts, owners, alone, own, max_branches) if max_branches else None
         if trees is not None:
             spent_s = max(spent_s, costs.draft_s(FASTEST, requests)(depth))
@@ -175,7 +186,7 @@ class Planner:
         self,
         kind: str,
         owners: Sequence[str],
-        offers: Sequence[DrafterOffer],
+        survivals: Mapping[str, Floats],
         drafts: Drafts,
         lengths: Mapping[str, Sequence[int]],
         spent_s: float,
@@ -185,14 +196,15 @@ class Planner:
         """Return the option in which requests have the drafters `owners`.
 
         Args:
+            survivals: by drafter [B][W].
             lengths: of drafts, at most, by drafter and request.
             spent_s: of the drafts that are there.
             late: the drafter that is still to draft, for its own requests.
         """
         requests = len(owners)
-        row = {offer.drafter: k for k, offer in enumerate(offers)}
+        row = {name: k for k, name in enumerate(survivals)}
         owner_B = np.array([row.get(name, 0) for name in owners])
-        survival_BW = np.stack([offer.survival for offer in offers])[owner_B, np.arange(requests)]
+        survival_BW = np.stack([*survivals.values()])[owner_B, np.arange(requests)]
         own_lengths = [lengths[name][i] if name in row else 0 for i, name in enumerate(owners)]
         later_s = self._costs.draft_s(late, owners.count(late)) if late else lambda depth: 0.0
         choice = self._windows(
@@ -235,17 +247,32 @@ class Owners:
     def promised(self, pace: float) -> None:
         self.pace = pace if self.pace is None else self.pace + (pace - self.pace) / PACE_ROUNDS
 
-    def of(self, ids: Sequence[str], offers: Sequence[DrafterOffer]) -> list[str]:
-        """Return each request's drafter in this round; OFF for none. Survivals of offers are 0 behind the ends of
-        drafts."""
-        # Drafters are compared at the windows that are best for them now.
-        window_of = {o.drafter: worths(o, "coupled", pace=self.pace).argmax(axis=1).tolist() for o in offers}
-        current = [
-            _plan(name, window_of[name][i] + 1) if (name := self._drafter.get(one, OFF)) in window_of else PLAIN
-            for i, one in enumerate(ids)
-        ]
-        plans = reconfigure(offers, current, margin=MARGIN, pace=self.pace)
-        return [plan.drafter for plan in plans]
+    def of(self, ids: Sequence[str], survivals: Mapping[str, Floats], seconds: Mapping[str, Floats]) -> list[str]:
+        """Return each request's drafter in this round (Algorithm 2 of 2511.16193); OFF for none.
+
+        Requests share rounds, so a draft is worth its tokens less its seconds times the pace (Dinkelbach), and tokens
+        per second while there is no pace.
+
+        Args:
+            survivals: by drafter [B][W], 0 behind the ends of drafts.
+            seconds: by drafter [W], of rounds in which all requests have this window.
+        """
+        worths: dict[str, list[float]] = {}
+        for name, survival_BW in survivals.items():
+            tokens_BW, seconds_W = 1.0 + survival_BW.cumsum(axis=1), seconds[name]
+            worth_BW = tokens_BW / seconds_W if self.pace is None else tokens_BW - self.pace * seconds_W
+            # Drafters are compared at the windows that are best for them now.
+            worths[name] = worth_BW.max(axis=1).tolist()
+        accepted_B = np.any([survival_BW[:, 0] > 0.0 for survival_BW in survivals.values()], axis=0)
+        owners = [OFF] * len(ids)
+        for i in np.flatnonzero(accepted_B).tolist():
+            worth = {name: of_requests[i] for name, of_requests in worths.items()}
+            best, own = max(worth, key=worth.__getitem__), self._drafter.get(ids[i], OFF)
+            if own in worth:
+                least = worth[own] * (1.0 + MARGIN) if self.pace is None else worth[own] + MARGIN
+                best = best if worth[best] > least else own
+            owners[i] = best
+        return owners
 
     def settle(self, ids: Sequence[str], drafts: Drafts, decision: Decision) -> Counter[tuple[str, str]]:
         """Note who drafted for whom. Returns how many requests changed, by (before, after)."""
@@ -273,11 +300,6 @@ def reaching(survival_BW: Floats, lengths: Sequence[int]) -> Floats:
     return np.where(np.arange(survival_BW.shape[1]) < np.array(lengths)[:, None], survival_BW, 0.0)
 
 
-@cache
-def _plan(drafter: str, window: int) -> DraftPlan:
-    return DraftPlan(mode="coupled", drafter=drafter, window=window)
-
-
 def of_drafter(
     name: str,
     model: AcceptanceModel,
@@ -298,16 +320,6 @@ def of_drafter(
     survival_BW = model.survivals([s.request_id for s in sequences], covered=drafts is not None)
     verify_N1 = costs.verify_curve(requests, requests * (1 + model.max_window))
     return windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s)
-
-
-def live_costs(costs: OnlineCosts, requests: int, *, draft_W: Floats) -> LiveCosts:
-    """Return the seconds of rounds that draft for `draft_W`; plain decoding is no choice."""
-    return LiveCosts(
-        plain_s=float("inf"),
-        verify_s=costs.verify_curve(requests, requests * (1 + len(draft_W)))[::requests],
-        coupled_draft_s=draft_W,
-        decoupled_draft_s=None,
-    )
 
 
 def _of_owners(drafts: Drafts, owners: Sequence[str], late: str, windows: Sequence[int]) -> Drafts:

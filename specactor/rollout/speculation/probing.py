@@ -31,7 +31,6 @@ MOST_AGAIN = 32
 """Looks in every round, with FEW requests, after draft tokens were accepted."""
 AGAIN_SHARE = 0.5
 """Share of a plain round that each of these may take."""
-PROMISED_ROUNDS = 8
 
 
 class Seen(NamedTuple):
@@ -151,24 +150,3 @@ class BackOff:
             return
         self._least = min(ceil(look_s / (LOOK_SHARE * plain_s)), MAX_REST)
         self._interval = self._pause = max(min(2 * self._interval, LOOK_AT_LEAST_EVERY), self._least)
-
-
-class Promises:
-    """What drafters elsewhere usually promise.
-
-    After a rejection a request has no drafts for a round or two: where a drafter promises less than usual, the usual
-    counts. One that has stopped drafting is left within 6 * `PROMISED_ROUNDS`.
-    """
-
-    def __init__(self) -> None:
-        self._usual: dict[str, tuple[float, float]] = {}
-        """Average tokens per request and the plain rounds that they take, by drafter."""
-
-    def promised(self, drafter: str, *, tokens: float, rounds: float) -> float:
-        """Note a round's tokens per request and its seconds, in plain rounds. Returns the usual speed-up."""
-        # Of averages, so that quick rounds without drafts weigh less than long ones.
-        mean_tokens, mean_rounds = self._usual.get(drafter, (tokens, rounds))
-        mean_tokens += (tokens - mean_tokens) / PROMISED_ROUNDS
-        mean_rounds += (rounds - mean_rounds) / PROMISED_ROUNDS
-        self._usual[drafter] = mean_tokens, mean_rounds
-        return mean_tokens / mean_rounds

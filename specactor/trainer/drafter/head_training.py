@@ -16,13 +16,13 @@ from torch.nn import functional
 
 from specactor.config import DraftTrainingConfig
 from specactor.config.rules import rules_of
+from specactor.config.train import HEAD_STEPS
 from specactor.trainer.drafter import losses
 from specactor.trainer.drafter.head import Head, features_of
 from specactor.trainer.drafter.top_k import SURELY_NOT
 from specactor.trainer.drafter.train import DrafterTrainer
 from specactor.trainer.drafter.updates import PlainUpdater
 
-STEPS = 4  # drafted tokens that a head learns from at every position
 DECAY = 0.8  # weight of a step beside the one before it, which more drafts reach
 
 
@@ -63,7 +63,7 @@ class HeadTrainer(DrafterTrainer):
 
     def _loss(self, batch: losses.Batch) -> tuple[Tensor, Tensor]:
         """Average KL(policy, head) over the steps."""
-        weights = [DECAY**step for step in range(STEPS)]
+        weights = [DECAY**step for step in range(HEAD_STEPS)]
         loss, first, overlap = torch.zeros((), device=self.device), None, torch.zeros((), device=self.device)
         by_step = self._from_target(batch) if self._target is not None else self._from_policy(batch)
         for weight, (kl_N, overlap_N) in zip(weights, by_step, strict=True):
@@ -77,7 +77,7 @@ class HeadTrainer(DrafterTrainer):
 
     def _from_target(self, batch: losses.Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (KL [N], overlap [N]) of every step."""
-        logp_NV, *by_step = logprobs(self._target, self._head, batch, steps=STEPS)
+        logp_NV, *by_step = logprobs(self._target, self._head, batch, steps=HEAD_STEPS)
         p_NV = logp_NV.exp()
         for logq_NV in by_step:
             yield _kl(p_NV, logp_NV, logq_NV), torch.minimum(p_NV, logq_NV.detach().exp()).sum(1)
@@ -108,7 +108,7 @@ class HeadTrainer(DrafterTrainer):
             reached_P = rows.place_N > step
             return kl_P.where(reached_P, torch.zeros_like(kl_P)), overlap_P.where(reached_P, torch.zeros_like(kl_P))
 
-        for step, logits in enumerate(self._updater.replica(batch.tokens_BT, states_BTF, embedded, steps=STEPS)):
+        for step, logits in enumerate(self._updater.replica(batch.tokens_BT, states_BTF, embedded, steps=HEAD_STEPS)):
             if columns_NK.shape[1]:
                 yield losses.by_parts(partial(of_rows, step), logits.flatten(0, 1), batch.row_N)
             else:  # an empty micro-batch takes part in the reduction

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from specactor.config.train import PART_LOGITS
 from specactor.trainer.drafter.buffer import TrainingExample
-
-PART_LOGITS = 2**25  # of which losses are computed at once
 
 LossesOf = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 

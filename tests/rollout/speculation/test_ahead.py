@@ -16,7 +16,7 @@ from specactor.rollout.decoupled.protocol import Beat, Commits, Header, Open, To
 from specactor.rollout.decoupled.remote_drafter import Decoupled, Patience
 from specactor.rollout.speculation import drafter_set, probing
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.probing import Promises
+from specactor.rollout.speculation.planner import Planner
 from tests.rollout.speculation.test_resting import Rests
 from tests.rollout.speculation.world import STEP_S, Coin, auto
 
@@ -294,7 +294,7 @@ def test_one_that_has_no_drafts_in_a_round_is_not_left_for_it(
 ) -> None:
     """Over a choice by what is there in the round alone."""
     found = speed_beside_one_here(right, requests)
-    monkeypatch.setattr(Promises, "promised", lambda *_, **__: 0.0)
+    monkeypatch.setattr(Planner, "usual_gain", lambda *_, **__: 0.0)
     assert found > gain * speed_beside_one_here(right, requests)
 
 

@@ -16,8 +16,7 @@ from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.planner import PER_REQUEST, Owners, live_costs, reaching
-from specactor.rollout.speculation.reconfiguration import DrafterOffer, LiveCosts
+from specactor.rollout.speculation.planner import MARGIN, PER_REQUEST, Owners, reaching
 from specactor.rollout.speculation.verification import Decision
 from specactor.rollout.speculation.windows import OFF
 from tests.rollout.speculation.world import World, auto, truth
@@ -26,15 +25,15 @@ W = 4
 COSTS = OnlineCosts(CostTable.fit([(n, n * k, 1e-3 + 1e-5 * n * k) for n in (1, 4, 64) for k in (1, 2, 5)]))
 
 
-def live(requests: int) -> LiveCosts:
-    return live_costs(COSTS, requests, draft_W=np.full(W, 1e-4))
+def seconds(requests: int) -> np.ndarray:
+    """Of rounds with windows 1..W, verified and drafted."""
+    return COSTS.verify_curve(requests, requests * (1 + W))[::requests][1:] + 1e-4
 
 
-def offers(tables: Mapping[str, np.ndarray]) -> list[DrafterOffer]:
-    return [
-        DrafterOffer(drafter=name, survival=survival_BW, costs=live(len(survival_BW)))
-        for name, survival_BW in tables.items()
-    ]
+def owners(owned: Owners, tables: Mapping[str, np.ndarray]) -> list[str]:
+    """Of requests "0", "1", ..."""
+    requests = len(next(iter(tables.values())))
+    return owned.of([str(i) for i in range(requests)], tables, dict.fromkeys(tables, seconds(requests)))
 
 
 def table(*rates: float) -> np.ndarray:
@@ -220,16 +219,16 @@ def test_missing_drafts_seldom_switch() -> None:
 
 
 def test_small_differences_do_not_switch() -> None:
-    owned, ids = Owners(), ["x"]
-    first = {"a": table(0.60), "b": table(0.55)}
-    assert owned.of(ids, offers(first)) == ["a"]
+    owned, ids = Owners(), ["0"]
+    assert owners(owned, {"a": table(0.60), "b": table(0.55)}) == ["a"]
     drafts = {"a": [[1]], "b": [[2]]}
     assert owned.settle(ids, drafts, Decision(drafter="a", windows=[1], drafts=[[1]])) == {}
-    assert owned.of(ids, offers({"a": table(0.60), "b": table(0.605)})) == ["a"], "b is better by less"
-    assert owned.of(ids, offers({"a": table(0.60), "b": table(0.8)})) == ["b"]
+    assert owners(owned, {"a": table(0.60), "b": table(0.605)}) == ["a"], "b is better by less"
+    assert owners(owned, {"b": table(0.1)}) == ["b"], "a is gone, and promises nothing"
+    assert owners(owned, {"a": table(0.60), "b": table(0.8)}) == ["b"]
     assert owned.settle(ids, drafts, Decision(drafter="b", windows=[1], drafts=[[2]])) == {("a", "b"): 1}
-    assert owned.of(ids, offers({"a": table(0.605), "b": table(0.60)})) == ["b"], "and now a is"
-    assert Owners().of(ids, offers({"a": table(0.605), "b": table(0.60)})) == ["a"], "margins are what kept b"
+    assert owners(owned, {"a": table(0.605), "b": table(0.60)}) == ["b"], "and now a is"
+    assert owners(Owners(), {"a": table(0.605), "b": table(0.60)}) == ["a"], "margins are what kept b"
 
 
 def test_only_a_drafter_with_a_draft_can_lose_a_request() -> None:
@@ -244,21 +243,73 @@ def test_only_a_drafter_with_a_draft_can_lose_a_request() -> None:
 
 def test_requests_for_which_nobody_drafted_have_nobody() -> None:
     nothing = {name: reaching(table(0.9, 0.9), [0, 2]) for name in "ab"}
-    assert Owners().of(["x", "y"], offers(nothing)) == [OFF, "a"]
+    assert owners(Owners(), nothing) == [OFF, "a"]
 
 
 rates = st.lists(st.floats(0.01, 0.99), min_size=3, max_size=3)
+paces = st.one_of(st.none(), st.floats(1, 5000))
 
 
-@given(rates, rates, st.lists(st.integers(0, W), min_size=6, max_size=6))
+def with_pace(pace: float | None, of: Sequence[str] = ()) -> Owners:
+    """With the drafters that requests "0", "1", .. have."""
+    owned = Owners()
+    if pace is not None:
+        owned.promised(pace)
+    for i, name in enumerate(of):
+        owned.settle([str(i)], {name: [[1]]}, Decision(drafter=name, windows=[1], drafts=[[1]]))
+    return owned
+
+
+@given(rates, rates, st.lists(st.integers(0, W), min_size=6, max_size=6), paces)
 def test_every_request_has_the_best_of_the_drafts_that_are_there(
-    a: list[float], b: list[float], lengths: list[int]
+    a: list[float], b: list[float], lengths: list[int], pace: float | None
 ) -> None:
+    """And keeps what it has unless another is better by the margin."""
     tables = {"a": reaching(table(*a), lengths[:3]), "b": reaching(table(*b), lengths[3:])}
-    seconds = live(3).verify_s[1:] + 1e-4
-    for i, owner in enumerate(Owners().of(["x", "y", "z"], offers(tables))):
-        promised = {n: float(((1 + t[i].cumsum()) / seconds).max()) if t[i, 0] > 0 else 0.0 for n, t in tables.items()}
-        assert promised.get(owner, 0.0) == max(promised.values())
+    drafters, had = owners(with_pace(pace), tables), owners(with_pace(pace, "bbb"), tables)
+    for i, (drafter, kept) in enumerate(zip(drafters, had, strict=True)):
+        if not any(t[i, 0] > 0 for t in tables.values()):
+            assert drafter == kept == OFF
+            continue
+        promised = {
+            name: max(
+                tokens / second if pace is None else tokens - pace * second
+                for tokens, second in zip((1 + of[i].cumsum()).tolist(), seconds(3).tolist(), strict=True)
+            )
+            for name, of in tables.items()
+        }
+        assert drafter == ("a" if promised["a"] >= promised["b"] else "b"), "the first among equals"
+        enough = promised["b"] * (1 + MARGIN) if pace is None else promised["b"] + MARGIN
+        assert kept == ("a" if promised["a"] > enough else "b")
+
+
+def test_the_margin_is_in_tokens_and_without_a_pace_a_share() -> None:
+    """A tenth of a token, and a tenth of 1.5."""
+
+    def owner(pace: float | None, other: float) -> str:
+        tables = {"a": np.array([[0.5]]), "b": np.array([[other]])}
+        return with_pace(pace, "a").of(["0"], tables, dict.fromkeys(tables, np.array([1e-9])))[0]
+
+    assert [owner(1.0, other) for other in (0.59, 0.61)] == ["a", "b"]
+    assert [owner(None, other) for other in (0.64, 0.66)] == ["a", "b"]
+
+
+@given(rates, rates, st.floats(0, 1), paces)
+def test_a_drafter_that_becomes_better_loses_no_request(
+    a: list[float], b: list[float], share: float, pace: float | None
+) -> None:
+    tables = {"a": table(*a), "b": table(*b)}
+    drafters = owners(with_pace(pace), tables)
+    better = {**tables, "a": tables["a"] + share * (1 - tables["a"])}
+    assert all(now == "a" for now, then in zip(owners(with_pace(pace), better), drafters, strict=True) if then == "a")
+
+
+def test_a_pace_prices_rows_by_what_others_make_of_them() -> None:
+    """Alone, a long bad draft pays, as it shares the round's base; where others are fast, a short good one does."""
+    tables = {"long": np.array([[0.33, 0.325, 0.32, 0.315]]), "short": np.array([[0.7, 0.0, 0.0, 0.0]])}
+    of_round = dict.fromkeys(tables, 0.01 + 0.0025 * np.arange(1, W + 1))
+    chosen = [with_pace(pace).of(["0"], tables, of_round) for pace in (1.0, 110.0)]
+    assert chosen == [["long"], ["short"]]
 
 
 class Watched(World):
@@ -301,11 +352,10 @@ def test_time_of_a_decision() -> None:
     """Printed; about half a millisecond for 256 requests and two drafters where it was measured."""
     rng, ids = np.random.default_rng(0), [str(i) for i in range(256)]
     tables = {name: np.cumprod(rng.uniform(0.3, 0.99, (256, 8)), axis=1) for name in "ab"}
-    costs, owned = live_costs(COSTS, 256, draft_W=np.full(8, 1e-4)), Owners()
-    drafted = [DrafterOffer(drafter=name, survival=survival_BW, costs=costs) for name, survival_BW in tables.items()]
-    owned.of(ids, drafted)
+    owned, round_s = Owners(), dict.fromkeys(tables, np.linspace(1e-3, 2e-3, 8))
+    owned.of(ids, tables, round_s)
     began = time.process_time()
     for _ in range(20):
-        owners = owned.of(ids, drafted)
+        drafters = owned.of(ids, tables, round_s)
     print(f"{(time.process_time() - began) / 20 * 1e3:.2f} ms for 256 requests and two drafters")
-    assert set(owners) == {"a", "b"}
+    assert set(drafters) == {"a", "b"}

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from specactor.config import DraftTrainingConfig
+from specactor.config.train import HEAD_STEPS
 from specactor.errors import ConfigError
 from specactor.planning.memory import named_shape
 from specactor.trainer.drafter import acceptance, command, head, head_training, init, losses
@@ -182,13 +183,13 @@ def test_its_loss_is_the_distance_from_the_target(targets: dict[str, Path], roll
     loss, sums = trainer._loss(batch)
     reference = ReferenceHead(tmp_path / "head", target)
     expected, first = 0.0, 0.0
-    weights = [head_training.DECAY**k for k in range(head_training.STEPS)]
+    weights = [head_training.DECAY**k for k in range(HEAD_STEPS)]
     for example in examples:
         text = example.token_ids.tolist()
         with torch.no_grad():
             logp = (target(input_ids=torch.tensor([text])).logits[0] / 0.7).log_softmax(-1)
         for end in range(example.prompt_len + 1, len(text)):
-            drafts = reference.drafted(text[:end], text[end : end + head_training.STEPS - 1])
+            drafts = reference.drafted(text[:end], text[end : end + HEAD_STEPS - 1])
             for k, logits in enumerate(drafts[: len(text) - end]):
                 p = logp[end - 1 + k]
                 kl = float((p.exp() * (p - (logits / 0.7).log_softmax(-1))).sum())

@@ -14,7 +14,7 @@ from specactor.config import DraftTrainingConfig
 from specactor.planning import memory
 from specactor.planning.model_shapes import TransformerShape
 from specactor.recipes import load
-from specactor.trainer.drafter import head_training, init, losses
+from specactor.trainer.drafter import init, losses
 from specactor.trainer.drafter.buffer import TopK
 from specactor.trainer.drafter.train import DrafterTrainer
 from tests.lib.live_bytes import LiveBytes
@@ -76,7 +76,7 @@ def test_a_micro_batch_takes_what_is_predicted(monkeypatch: pytest.MonkeyPatch) 
     """Wrong ones: attention that keeps pairs of tokens, as PyTorch's on GPUs does in float32 for grouped heads; a loss
     that holds all rows in every form."""
     monkeypatch.setattr(losses, "PART_LOGITS", PART)
-    monkeypatch.setattr(memory, "PART_BYTES", 24 * PART)
+    monkeypatch.setattr(memory, "PART_LOGITS", PART)
     settings = DraftTrainingConfig(tokens_per_microbatch=TOKENS)
     predicted = memory._draft_microbatch(replace(load(["qwen3_8b"]), distillation=settings), SHAPE)
     fused, eager = model(), model()
@@ -88,11 +88,6 @@ def test_a_micro_batch_takes_what_is_predicted(monkeypatch: pytest.MonkeyPatch) 
     assert most_bytes(made_with(eager)) > 1.3 * predicted
     monkeypatch.setattr(losses, "PART_LOGITS", 2**30)
     assert most_bytes(made_with(fused)) > 1.3 * predicted
-
-
-def test_the_plan_knows_how_a_loss_is_computed() -> None:
-    assert memory.PART_BYTES == 24 * losses.PART_LOGITS
-    assert memory.HEAD_STEPS == head_training.STEPS
 
 
 def test_fused_attention_is_the_models_own() -> None:
