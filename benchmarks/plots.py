@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 from statistics import geometric_mean
+from textwrap import fill
 from typing import Any
 
 from matplotlib import rc_context
@@ -172,7 +173,8 @@ def paced(axes: Axes, rows: Sequence[Row]) -> None:
     """Speed over `off` by setting, a dot per contestant."""
     names = [name for name in dict.fromkeys(column(rows, "contestant")) if name != "off"]
     cells = {name: [row["tokens/s over off"] for row in rows if row["contestant"] == name] for name in names}
-    dots(axes, list(dict.fromkeys(column(rows, "setting"))), cells, line=1.0)
+    labels = [fill(name, 36) for name in dict.fromkeys(column(rows, "setting"))]
+    dots(axes, labels, cells, line=1.0)
     axes.set_xlabel("tokens/s over off, on as many devices")
 
 
@@ -461,7 +463,7 @@ PLOTS = {
     "faults": Plot(deaths, "What was killed, when, and how the run went on", 2.6),
     "decoupled_speed": Plot(decoupled, "Speed over plain decoding, every cell", 6.0),
     "paced_clock": Plot(where, "What is fastest on equal devices; circles are models by published figures", 3.4),
-    "paced": Plot(paced, "Speed over plain decoding at the pace of GPUs"),
+    "paced": Plot(paced, "Speed over plain decoding at the pace of GPUs", 4.6),
     "paper_rollouts": Plot(rollouts, "Simulated rollouts over plain ones", 4.6),
     "speculation_speed_profile": Plot(rounds, "Milliseconds of a round", 5.2),
     "acceptance": Plot(acceptance, "accept_length beside the constant draft temperature"),
