@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.measure import measure_settings
 from specactor.errors import ConfigError
+from specactor.parallel.layout import longest_prompt
 from specactor.recipes import load
 
 SETTINGS = 95
@@ -74,8 +75,8 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--train.tokens-per-microbatch 64",
-        "train.tokens_per_microbatch: got 64, expected > rollout.max_new_tokens = 64. "
-        "One micro-batch must hold the longest prompt and response.",
+        "train.tokens_per_microbatch: got 64, expected > rollout.max_new_tokens / parallel.context = 64 / 1. "
+        "One micro-batch must hold the longest prompt and response: raise it, or parallel.context.",
     ),
     (
         "--train.updates-per-step 3",
@@ -448,3 +449,14 @@ def test_values_in_mappings_are_looked_at() -> None:
 def test_a_folder_that_exists_can_be_resumed_from(tmp_path: Path) -> None:
     assert load(["quickstart", "--resume", str(tmp_path)]).resume == str(tmp_path)
     assert load(["quickstart", "--resume", "auto", "--train.max-logprob-gap", "inf"]).resume == "auto"
+
+
+def test_context_parallelism_makes_room_for_longer_responses() -> None:
+    """As the recipe says: a micro-batch is spread over its ranks."""
+    longer = ["qwen3_30b_a3b", "--rollout.max-new-tokens", "32768", "--parallel.context"]
+    config = load([*longer, "4"])
+    assert longest_prompt(config, 40_960) == min(40_960 - 2, 4 * 16_384 - 32) - 32_768
+    with pytest.raises(
+        ConfigError, match=r"got 16384, expected > rollout.max_new_tokens / parallel.context = 32768 / 2"
+    ):
+        load([*longer, "2"])

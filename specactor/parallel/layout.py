@@ -243,7 +243,7 @@ def longest_prompt(config: Config, max_position: int) -> int:
     padding = 2 * p.context * p.tensor if p.context > 1 else p.tensor
     rooms = {
         f"the model's context length {max_position}": max_position - reserved,
-        "train.tokens_per_microbatch": config.train.tokens_per_microbatch * p.context - padding,
+        "train.tokens_per_microbatch x parallel.context": config.train.tokens_per_microbatch * p.context - padding,
     }
     if config.rollout.engine.max_total_tokens is not None:
         rooms["rollout.engine.max_total_tokens"] = config.rollout.engine.max_total_tokens - reserved
