@@ -422,6 +422,21 @@ def test_a_recipe_may_say_of_its_critic_what_nobody_reads() -> None:
         load(["ppo", "--algorithm.critic.gamma=0.9", "--algorithm.advantage", "rloo"])
 
 
+def test_parameters_that_no_task_has_are_refused_where_they_are_given() -> None:
+    """A file was read whole with ``size=100``. Those of a recipe are of its task, in whose place a file is given."""
+    files = ["grpo", "--data.train", "a.jsonl", "--data.eval", "b.jsonl"]
+    assert load(files).data.train_source.params == {}
+    assert load([*files, "--data.params"]).data.params == {}
+    for own in ([], ["--data.mix", "mine:rows", "0.5"]):
+        with pytest.raises(
+            ConfigError, match=r"^data.params: got \{'size': 100\}, expected none without a task. Files"
+        ):
+            load([*files, *own, "--data.params", "size=100"])
+    assert (
+        load([*files, "--data.mix", "count_bits", "0.5", "--data.params", "size=100"]).data.mixed_sources[0].size == 100
+    )
+
+
 def float_names(tree: object, name: str = "") -> list[str]:
     """Dotted paths of all settings that take a float, but for such in mappings."""
     found = []
