@@ -1,7 +1,7 @@
 """Sokoban of reasoning-gym, one move a turn: the policy says U, D, L or R, and sees the board that comes of it.
 
     launch/train_moe.py grpo --model.path FOLDER --data.train examples.sokoban:train \\
-        --data.eval examples.sokoban:held_out --rollout.max-new-tokens 2048
+        --data.eval examples.sokoban:held_out --data.prompt-template "{prompt}" --rollout.max-new-tokens 2048
 
 The board is reasoning-gym's, so the moves of a solved game are a solution by the task's own scorer. What is no move, or
 is blocked, is told and changes nothing. A game that is not solved within `rollout.max_new_tokens` has reward 0.

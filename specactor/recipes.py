@@ -119,13 +119,22 @@ def override(config: Config, argv: Sequence[str], *, prog: str = "train_moe.py")
             config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
             registry=registry,
         )
-    critic = next((word for word in argv if word.replace("_", "-").startswith("--algorithm.critic.")), "")
-    if critic and found.algorithm.advantage != "gae":  # what a recipe says of it may stay: ppo without its critic
-        raise ConfigError(
-            f"{critic.partition('=')[0]}: given with algorithm.advantage = {found.algorithm.advantage}, which has no "
-            "critic. Leave it out, or use --algorithm.advantage gae."
-        )
+    _refuse_unread(found, [word.partition("=")[0] for word in argv])
     return found
+
+
+def _refuse_unread(config: Config, words: Sequence[str]) -> None:
+    """Raise ConfigError for what nothing reads. A recipe may say it: ppo without its critic, or with a user's file."""
+    critic = next((word for word in words if word.replace("_", "-").startswith("--algorithm.critic.")), "")
+    if critic and config.algorithm.advantage != "gae":
+        raise ConfigError(
+            f"{critic}: given with algorithm.advantage = {config.algorithm.advantage}, which has no critic. Leave it "
+            "out, or use --algorithm.advantage gae."
+        )
+    if "--data.params" in words and config.data.params and not config.data.has_task:
+        raise ConfigError.at(
+            "data.params", config.data.params, "none without a task", "Files and functions take none: leave it out."
+        )
 
 
 def to_json(config: Config) -> dict[str, Any]:

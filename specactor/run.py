@@ -53,6 +53,7 @@ from specactor.run_folder import Replay, RunFolder, Status, checkpoint_to_resume
 from specactor.trainer import checkpoint
 from specactor.trainer.critic import Critic
 from specactor.trainer.drafter.refresh import Distillation, left_behind
+from specactor.trainer.model import read_hf_config
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import RankShards
 from specactor.trainer.warmup import find_solver, initial_model, warmed_up_model, with_draft_model
@@ -112,6 +113,8 @@ def run(
 def _checked(config: Config, world: int) -> Layout:
     """Return the job's layout. Raises ConfigError for what cannot run here."""
     policy = model_shape(config)
+    if config.model.tiny is None:
+        read_hf_config(Path(config.model.path))  # before anything has started
     layout = check(config, world, policy)
     check_attention(config.rollout.engine, gpu=bool(gpus()))
     check_in_engines(config, policy)

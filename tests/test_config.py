@@ -11,6 +11,7 @@ import pytest
 from benchmarks.measure import measure_settings
 from specactor.config.train import gap_bound
 from specactor.errors import ConfigError
+from specactor.parallel.layout import longest_prompt
 from specactor.recipes import load
 
 SETTINGS = 95
@@ -76,8 +77,8 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--train.tokens-per-microbatch 64",
-        "train.tokens_per_microbatch: got 64, expected > rollout.max_new_tokens = 64. "
-        "One micro-batch must hold the longest prompt and response.",
+        "train.tokens_per_microbatch: got 64, expected > rollout.max_new_tokens / parallel.context = 64 / 1. "
+        "One micro-batch must hold the longest prompt and response: raise it, or parallel.context.",
     ),
     (
         "--train.updates-per-step 3",
@@ -406,6 +407,21 @@ def test_a_recipe_may_say_of_its_critic_what_nobody_reads() -> None:
         load(["ppo", "--algorithm.critic.gamma=0.9", "--algorithm.advantage", "rloo"])
 
 
+def test_parameters_that_no_task_has_are_refused_where_they_are_given() -> None:
+    """A file was read whole with ``size=100``. Those of a recipe are of its task, in whose place a file is given."""
+    files = ["grpo", "--data.train", "a.jsonl", "--data.eval", "b.jsonl"]
+    assert load(files).data.train_source.params == {}
+    assert load([*files, "--data.params"]).data.params == {}
+    for own in ([], ["--data.mix", "mine:rows", "0.5"]):
+        with pytest.raises(
+            ConfigError, match=r"^data.params: got \{'size': 100\}, expected none without a task. Files"
+        ):
+            load([*files, *own, "--data.params", "size=100"])
+    assert (
+        load([*files, "--data.mix", "count_bits", "0.5", "--data.params", "size=100"]).data.mixed_sources[0].size == 100
+    )
+
+
 def float_names(tree: object, name: str = "") -> list[str]:
     """Dotted paths of all settings that take a float, but for such in mappings."""
     found = []
@@ -433,3 +449,14 @@ def test_values_in_mappings_are_looked_at() -> None:
 def test_a_folder_that_exists_can_be_resumed_from(tmp_path: Path) -> None:
     assert load(["quickstart", "--resume", str(tmp_path)]).resume == str(tmp_path)
     assert load(["quickstart", "--resume", "auto", "--train.max-logprob-gap", "inf"]).resume == "auto"
+
+
+def test_context_parallelism_makes_room_for_longer_responses() -> None:
+    """As the recipe says: a micro-batch is spread over its ranks."""
+    longer = ["qwen3_30b_a3b", "--rollout.max-new-tokens", "32768", "--parallel.context"]
+    config = load([*longer, "4"])
+    assert longest_prompt(config, 40_960) == min(40_960 - 2, 4 * 16_384 - 32) - 32_768
+    with pytest.raises(
+        ConfigError, match=r"got 16384, expected > rollout.max_new_tokens / parallel.context = 32768 / 2"
+    ):
+        load([*longer, "2"])

@@ -57,7 +57,8 @@ class DataConfig:
     """Problems held out, likewise; none: others of the task that is learned. The metrics of the first set are named
     eval, those of further ones after their file, function or task."""
     params: dict[str, str | int | float | bool] = field(default_factory=dict)
-    """Parameters of the reasoning-gym task; size: problems to learn from, 10,000 where it is not given."""
+    """Parameters of the reasoning-gym task; size: problems to learn from, 10,000 where it is not given. Files and
+    functions have none."""
     prompt_template: str = "{prompt}"
     """The prompt that the model sees. {prompt} stands for the problem's own text, any other {name} for an entry of a
     task's metadata (count_bits has {number}) or a column of a file, {name:compact} for its text without blanks (7 + 4
@@ -66,6 +67,10 @@ class DataConfig:
     """shuffled: anew in every epoch; source: as in their source, epoch after epoch, as a curriculum in a file needs;
     curriculum: shuffled, and drawn with the chance 4 p (1 - p), .1 at least, where p is a problem's success rate when
     it was last tried: its mean score, in the range of those of its set where they are not within 0..1."""
+
+    @property
+    def has_task(self) -> bool:
+        return not all(map(is_file, (self.train, *self.mix, *self.eval)))
 
     @property
     def train_source(self) -> SourceConfig:

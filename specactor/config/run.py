@@ -246,11 +246,12 @@ class Config:
             f"< rollout.max_new_tokens = {self.rollout.max_new_tokens}",
             "Shorten the buffer.",
         )
+        context = self.parallel.context
         rule(
             "train.tokens_per_microbatch",
-            self.train.tokens_per_microbatch > self.rollout.max_new_tokens,
-            f"> rollout.max_new_tokens = {self.rollout.max_new_tokens}",
-            "One micro-batch must hold the longest prompt and response.",
+            self.train.tokens_per_microbatch * context > self.rollout.max_new_tokens,
+            f"> rollout.max_new_tokens / parallel.context = {self.rollout.max_new_tokens} / {context}",
+            "One micro-batch must hold the longest prompt and response: raise it, or parallel.context.",
         )
         rule(
             "rollout.partial",

@@ -156,7 +156,7 @@ class TrainConfig:
     grad_clip: float = 1.0
     """Largest global gradient norm."""
     tokens_per_microbatch: int = 8192
-    """Packed tokens of one forward pass on one rank."""
+    """Packed tokens of one forward pass on one rank; a sequence may have parallel.context times as many."""
     optimizer_state: Literal["float32", "bfloat16", "host"] = "float32"
     """Where a bfloat16 model's Adam keeps its moments: in float32; rounded to bfloat16 after each update; or, with the
     main weights, in host memory, where it then computes (Megatron's CPU offload), on GPUs that cannot hold them."""

@@ -143,7 +143,7 @@ def _file_rows(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iter
         reason = row.reason or _wrong_column(row)
         prompt = ""
         if not reason and "messages" in metadata:
-            prompt, reason = _of_messages(metadata["messages"], tokenizer)
+            prompt, reason = _of_messages(metadata["messages"], tokenizer, source.prompt_template)
         elif not reason:
             prompt, reason = _prompt(source, row.columns["prompt"], metadata)
         if reason:
@@ -159,8 +159,13 @@ def _file_rows(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iter
         )
 
 
-def _of_messages(messages: object, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+def _of_messages(messages: object, tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
     """Return the prompt, or its fault."""
+    if template != SourceConfig.prompt_template:
+        return "", (
+            f"messages: beside data.prompt_template {template!r}, expected {SourceConfig.prompt_template}: the model's "
+            "chat template makes the prompt. Set it so"
+        )
     if not chat.are_messages(messages):
         return "", f"messages: got {messages!r:.80}, expected a list of objects with a role and a content. Correct them"
     try:

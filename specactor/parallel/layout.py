@@ -66,12 +66,17 @@ class ModelShape:
             num_layers=raw["num_hidden_layers"],
             num_heads=raw["num_attention_heads"],
             num_kv_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
-            num_experts=raw.get("num_experts") or raw.get("num_local_experts") or 0,
+            num_experts=experts_in(raw),
             vocab_size=raw["vocab_size"],
             max_position=raw["max_position_embeddings"],
             is_head=EAGLE3_HEAD in (raw.get("architectures") or ()),
             has_mtp=has_mtp(raw),
         )
+
+
+def experts_in(raw: Mapping[str, Any]) -> int:
+    """Return how many experts a config.json has, by whichever name its family knows them; 0 for a dense model."""
+    return next((raw[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if raw.get(name)), 0)
 
 
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
@@ -238,7 +243,7 @@ def longest_prompt(config: Config, max_position: int) -> int:
     padding = 2 * p.context * p.tensor if p.context > 1 else p.tensor
     rooms = {
         f"the model's context length {max_position}": max_position - reserved,
-        "train.tokens_per_microbatch": config.train.tokens_per_microbatch * p.context - padding,
+        "train.tokens_per_microbatch x parallel.context": config.train.tokens_per_microbatch * p.context - padding,
     }
     if config.rollout.engine.max_total_tokens is not None:
         rooms["rollout.engine.max_total_tokens"] = config.rollout.engine.max_total_tokens - reserved

@@ -94,7 +94,7 @@ def of_job(
     dense, experts = parameters(shape, layout)
     held = dense + experts
     optimizer = optimizer_bytes(config, shape, layout) if config.train.optimizer_state != "host" else 0.0
-    tokens = config.train.tokens_per_microbatch / layout.context
+    tokens = config.train.tokens_per_microbatch  # of each rank: with context parallelism a sequence has more
     engine = config.rollout.engine
     static = engine.memory_fraction * device_bytes
     weights = width * shape.params / config.parallel.engine_tensor

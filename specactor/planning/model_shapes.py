@@ -10,7 +10,7 @@ from typing import Any
 
 from specactor.config import EAGLE3_HEAD
 from specactor.errors import PlanError
-from specactor.parallel.layout import has_mtp
+from specactor.parallel.layout import experts_in, has_mtp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +94,11 @@ class TransformerShape:
     @classmethod
     def of_config(cls, config: Mapping[str, Any], name: str) -> TransformerShape:
         """Read a config.json. Raises PlanError for that of no such decoder."""
-        experts = config.get("num_experts") or config.get("num_local_experts") or 0
-        refused = [key for key in ("kv_lora_rank", "shared_expert_intermediate_size") if config.get(key)]
-        mixed = experts and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1)
+        experts = experts_in(config)
+        unlike = ("kv_lora_rank", "shared_expert_intermediate_size", "n_shared_experts")
+        refused = [key for key in unlike if config.get(key)]
+        dense = config.get("mlp_only_layers") or config.get("first_k_dense_replace")
+        mixed = experts and (dense or config.get("decoder_sparse_step", 1) != 1)
         sliding = config.get("sliding_window") and config.get("use_sliding_window", True)
         if refused or mixed or sliding:
             found = refused or (["layers with and without experts"] if mixed else ["sliding_window"])

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from specactor.errors import CheckpointError, PeerFailedError
 from specactor.parallel.collective import Collective
+from specactor.parallel.layout import experts_in
 
 if TYPE_CHECKING:
     from specactor.trainer.policy import PolicyTrainer
@@ -43,7 +44,6 @@ _MODEL_FIELDS = (
     "head_dim",
     "intermediate_size",
     "moe_intermediate_size",
-    "num_experts",
     "tie_word_embeddings",
 )
 
@@ -151,10 +151,11 @@ def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
     from specactor.trainer import optimizer  # Megatron, which who only looks for checkpoints does without
 
     hf, engine, dtype = trainer.policy.bridge.hf_config, trainer.config.rollout.engine, trainer.config.model.dtype
+    experts = experts_in(hf.to_dict()) or None  # as older checkpoints say it of a dense model
     return {
         "layout": asdict(trainer.layout),
         "virtual_pipeline": trainer.config.parallel.virtual_pipeline,
-        "model": {name: getattr(hf, name, None) for name in _MODEL_FIELDS} | {"dtype": dtype},
+        "model": {name: getattr(hf, name, None) for name in _MODEL_FIELDS} | {"num_experts": experts, "dtype": dtype},
         "distributed_optimizer": optimizer.DISTRIBUTED,
         "optimizer_state": trainer.config.train.optimizer_state,
         "critic": trainer.critic is not None,

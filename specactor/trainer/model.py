@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import math
 import os
 import re
 import sys
@@ -20,9 +21,11 @@ import torch
 from torch import Tensor
 
 from specactor.config import TrainConfig
+from specactor.config.rules import require
 from specactor.cpu import megatron as cpu_platform
 from specactor.data.tokenizer import register_mimo
 from specactor.errors import ConfigError
+from specactor.parallel.layout import experts_in
 from specactor.trainer import fusions
 
 cpu_platform.install()
@@ -63,6 +66,24 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINIS
 """Read by cuBLAS, TransformerEngine and NCCL when they are first used."""
 _CORRECTED = {"qwen2_moe": {"moe_shared_expert_gate": True}, "mixtral": {"moe_router_pre_softmax": False}}
 """What mbridge gets wrong, by model type: it builds no gate, and scales the chosen experts by less than 1 in sum."""
+_ALL: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish")}
+_MIXTURES = _ALL | {"tie_word_embeddings": (False,)}  # with tied ones, SGLang has an output layer that is not loaded
+_QWEN_MIXTURES = _MIXTURES | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
+BUILT = {
+    "llama": _ALL | {"attention_bias": (False,), "mlp_bias": (False,)},
+    "mimo": _ALL,
+    "qwen2": _ALL,
+    "qwen3": _ALL | {"attention_bias": (False,)},
+    "mixtral": _MIXTURES,
+    "qwen2_moe": _QWEN_MIXTURES | {"qkv_bias": (True,)},
+    "qwen3_moe": _QWEN_MIXTURES | {"attention_bias": (False,)},
+    "glm4_moe": _MIXTURES
+    | {"attention_bias": (True,), "norm_topk_prob": (True,), "n_group": (1,), "n_shared_experts": (1,)},
+}
+"""By model type, fields that mbridge does not read, with the values of the model that it builds: the first of them is
+meant where a config.json has no such field."""
+_RENORMALIZED = ("qwen2_moe", "qwen3_moe")
+"""Model types whose ``norm_topk_prob`` says whether the chosen experts' weights add up to 1, which mbridge ignores."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -148,12 +169,13 @@ def settle_arithmetic(dtype: str, *, deterministic: bool) -> None:
 
 def read_hf_config(model_dir: Path) -> Any:
     """Return the folder's configuration, with ``rope_theta`` where mbridge reads it. Raises ConfigError for a model
-    that mbridge cannot represent."""
+    that mbridge cannot represent, or would build as another."""
     if not (model_dir / "config.json").is_file():
         raise ConfigError.at(
             "model.path", str(model_dir), "a folder with config.json", "Give the folder of a Hugging Face model."
         )
     config = AutoConfig.from_pretrained(model_dir)
+    _refuse_others(config, model_dir)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
         raise ConfigError.at(
@@ -169,14 +191,33 @@ def read_hf_config(model_dir: Path) -> Any:
     return config
 
 
+def _refuse_others(config: Any, model_dir: Path) -> None:
+    """Raise ConfigError for a model of another type than `BUILT`, or that differs from what would be built."""
+    kind = config.model_type
+    if kind not in BUILT:
+        raise ConfigError.at("model.path", kind, f"one of {sorted(BUILT)}", "Choose a model of a supported type.")
+    for name, values in BUILT[kind].items():
+        _require(config, name, getattr(config, name, values[0]) in values, values[0], model_dir)
+    window = getattr(config, "sliding_window", None) or math.inf
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    _require(config, "sliding_window", not slides or window >= config.max_position_embeddings, None, model_dir)
+
+
+def _require(config: Any, name: str, ok: bool, built: object, model_dir: Path) -> None:
+    require(
+        ok,
+        "model.path",
+        f"{name} {getattr(config, name, None)} in {model_dir / 'config.json'}",
+        f"{name} {built}, which models of type {config.model_type} are built with",
+        "Another model would be trained in silence: choose one that has it.",
+    )
+
+
 def _make_bridge(model_dir: Path, dtype: str, local_spec: bool, train: TrainConfig, *, scalar: bool) -> Any:
     hf_config = read_hf_config(model_dir)
-    known = mbridge.AutoBridge.list_supported_models()
-    if hf_config.model_type not in known:
-        raise ConfigError.at(
-            "model.path", hf_config.model_type, f"one of {sorted(known)}", "Choose a model of a supported type."
-        )
     bridge = mbridge.AutoBridge.from_config(hf_config, dtype=DTYPES[dtype])
+    head = "model.embed_tokens.weight" if hf_config.tie_word_embeddings else "lm_head.weight"
+    bridge._DIRECT_MAPPING = bridge._DIRECT_MAPPING | {"output_layer.weight": head}  # mbridge knows tied Qwens alone
     pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
     settings: dict[str, Any] = {
         "attention_dropout": 0.0,
@@ -187,9 +228,11 @@ def _make_bridge(model_dir: Path, dtype: str, local_spec: bool, train: TrainConf
         "variable_seq_lengths": pipelined,  # micro-batches differ in length
         "deterministic_mode": train.deterministic,
     }
-    if getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None):
+    if experts_in(hf_config.to_dict()):
         settings["moe_router_dtype"] = "fp32"
     settings |= _CORRECTED.get(hf_config.model_type, {})
+    if hf_config.model_type in _RENORMALIZED:
+        settings["moe_router_pre_softmax"] = not hf_config.norm_topk_prob
     if train.recompute == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif train.recompute == "selective":

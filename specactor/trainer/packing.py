@@ -3,7 +3,7 @@
 Invariants of a plan, a list of micro-batches per data-parallel rank:
 1. Every sequence is in exactly one micro-batch.
 2. Every rank has the same number of micro-batches, a multiple of `multiple_of`.
-3. No micro-batch holds more than `tokens_per_microbatch` tokens.
+3. No micro-batch holds more tokens than its capacity, that of all context-parallel ranks together.
 4. Micro-batches are empty only if there are fewer sequences; as few as can be, the last ones,
    which run as padding of weight 0.
 5. Micro-batches differ by at most the longest sequence, and so do the ranks' sums; the n-th of all ranks are neighbours
@@ -26,18 +26,16 @@ def padded_len(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def balance(
-    lengths: Sequence[int], ranks: int, tokens_per_microbatch: int, *, multiple_of: int = 1
-) -> list[list[list[int]]]:
+def balance(lengths: Sequence[int], ranks: int, capacity: int, *, multiple_of: int = 1) -> list[list[list[int]]]:
     """Return per data-parallel rank its micro-batches; per micro-batch, ascending indices into `lengths`: tokens of
     each sequence as packed (`padded_len`), 1 or more.
 
     The longest sequence goes first, each into the emptiest micro-batch (Graham's LPT rule, SIAM J. Appl. Math. 17,
     1969). Raises ConfigError for a sequence longer than a micro-batch, DataError for one without tokens.
     """
-    _check_lengths(lengths, tokens_per_microbatch)
-    per_rank = padded_len(max(1, -(-_fewest_bins(lengths, tokens_per_microbatch) // ranks)), multiple_of)
-    while (bins := _pack(lengths, ranks * per_rank, tokens_per_microbatch)) is None:
+    _check_lengths(lengths, capacity)
+    per_rank = padded_len(max(1, -(-_fewest_bins(lengths, capacity) // ranks)), multiple_of)
+    while (bins := _pack(lengths, ranks * per_rank, capacity)) is None:
         per_rank += multiple_of  # ends: with a micro-batch for every sequence the rule fits
     return _deal(bins, lengths, ranks)
 
@@ -48,10 +46,10 @@ def _check_lengths(lengths: Sequence[int], capacity: int) -> None:
             raise DataError(f"sequence {i}: got {length} tokens, expected >= 1. Leave empty sequences out.")
         if length > capacity:
             raise ConfigError.at(
-                "train.tokens_per_microbatch",
+                "train.tokens_per_microbatch x parallel.context",
                 capacity,
                 f">= {length}, the packed length of sequence {i}",
-                f"Use --train.tokens-per-microbatch {length} or more, or shorten prompts and responses.",
+                "Raise one of them, or shorten prompts and responses.",
             )
 
 

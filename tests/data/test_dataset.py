@@ -76,6 +76,10 @@ def test_messages_beside_a_prompt_or_without_a_template(tmp_path: Path, tokenize
     row = {"answer": "4", "verifier": "exact", "messages": [{"role": "user", "content": "2+2?"}]}
     with pytest.raises(DataError, match="messages: beside a prompt, expected one of the two"):
         build(TOKENIZER, path=str(write_lines(tmp_path / "a.jsonl", {**row, "prompt": "2+2?"})))
+    with pytest.raises(
+        DataError, match=r"messages: beside data.prompt_template '\{prompt\}=', expected \{prompt\}: the"
+    ):
+        build(TOKENIZER, path=str(write_lines(tmp_path / "a.jsonl", row)), prompt_template="{prompt}=")
     with pytest.raises(DataError, match="the model's tokenizer has no chat template"):
         build(tokenizer, path=str(write_lines(tmp_path / "a.jsonl", row)))
 

@@ -165,18 +165,23 @@ def test_an_accepted_layout_uses_every_rank(
     assert world % (expert * expert_tensor * pipeline) == 0
 
 
-def test_shape_of_a_model_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("experts", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_shape_of_a_model_folder(tmp_path: Path, experts: str) -> None:
+    """GLM-4 counted as dense: it was trained under layouts that mix up experts, and refused under others."""
     raw = {
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "num_experts": 8,
+        experts: 8,
         "vocab_size": 96,
         "max_position_embeddings": 512,
     }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert ModelShape.read(tmp_path) == MOE
-    del raw["num_experts"]
+    with pytest.raises(ConfigError, match=r"^parallel.expert_tensor: got 1, expected parallel.tensor = 2"):
+        check(config(tensor=2), 2, ModelShape.read(tmp_path))
+    assert check(config(expert=8), 8, ModelShape.read(tmp_path)).expert == 8
+    del raw[experts]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert ModelShape.read(tmp_path) == DENSE
 

@@ -100,6 +100,13 @@ def test_more_devices_in_a_dimension_never_take_more(name: str) -> None:
             assert many.rows[what][phase] <= size * 1.001, (what, phase)  # ranks of one group all hold the router
 
 
+def test_context_parallelism_lengthens_what_a_micro_batch_holds() -> None:
+    """Not its tokens on a rank, by which activations and logits go."""
+    one, four = (job(64, tensor=4, expert=8, context=context).rows for context in (1, 4))
+    assert (four["activations"], four["logits"]) == (one["activations"], one["logits"])
+    assert one["logits"]["train"] == 10 * 16_384 * 151_936 / 4
+
+
 @pytest.mark.parametrize(("dtype", "stays"), [("bfloat16", False), ("float32", True)])
 def test_a_critic_takes_what_the_policy_takes_to_learn(dtype: Literal["bfloat16", "float32"], stays: bool) -> None:
     config = load(["qwen3_8b"])

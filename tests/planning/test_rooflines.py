@@ -84,6 +84,8 @@ def test_a_config_is_read() -> None:
     dense = {**CONFIG, "num_experts": 0, "head_dim": None, "tie_word_embeddings": True}
     read = TransformerShape.of_config(dense, "x")
     assert (read.head_dim, read.intermediate, read.experts, read.tied) == (64, 6144, 0, True)
+    for name in ("num_local_experts", "n_routed_experts"):
+        assert TransformerShape.of_config({**CONFIG, "num_experts": None, name: 128}, "Qwen3-30B-A3B") == ROUTED
 
 
 @pytest.mark.parametrize(
@@ -92,6 +94,8 @@ def test_a_config_is_read() -> None:
         ({"kv_lora_rank": 512}, "kv_lora_rank"),
         ({"decoder_sparse_step": 2}, "layers with and without experts"),
         ({"mlp_only_layers": [0]}, "layers with and without experts"),
+        ({"num_experts": 0, "n_routed_experts": 8, "first_k_dense_replace": 1}, "layers with and without experts"),
+        ({"n_shared_experts": 1}, "n_shared_experts"),
         ({"use_sliding_window": True}, "sliding_window"),
         ({"hidden_size": None}, "'hidden': None"),
         ({"num_hidden_layers": 0}, "'layers': 0"),

@@ -135,7 +135,8 @@ def test_a_wrong_plan_is_caught(wrong: Plan) -> None:
 
 def test_refused_lengths_are_named() -> None:
     with pytest.raises(
-        ConfigError, match=r"tokens_per_microbatch: got 8, expected >= 9, the packed length of sequence 1"
+        ConfigError,
+        match=r"tokens_per_microbatch x parallel.context: got 8, expected >= 9, the packed length of seq.* 1",
     ):
         balance([8, 9], 1, 8)
     with pytest.raises(DataError, match="sequence 0: got 0 tokens"):
