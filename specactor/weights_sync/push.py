@@ -66,6 +66,9 @@ class TargetEngine(Protocol):
     @property
     def index(self) -> int: ...
 
+    @property
+    def alive(self) -> bool: ...
+
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]: ...
 
     def kill(self) -> None: ...
@@ -118,6 +121,7 @@ class Push:
         self._keepable: int | None = None  # bytes for them on this rank, as of the first round
         self._apart = ""  # which copies of the weights differ between trainer ranks: a problem that stays
         self._touched = False  # whether engines may hold other weights than before
+        self._ended: list[int] = []  # engines that lived when the push ended them
         self._device = torch.device("cpu")  # of the tensors that were packed
 
     def stream(self, call: str, source: WeightSource) -> None:
@@ -216,6 +220,7 @@ class Push:
             self._end_engines()
 
     def _end_engines(self) -> None:
+        self._ended += [engine.index for engine in self._engines if engine.alive]
         for engine in self._engines:
             engine.kill()
 
@@ -229,7 +234,8 @@ class Push:
                     self._end_engines()
                 raise kind(
                     f"weight sync to version {self.version} failed in its {stage} stage on rank {rank}: {problem}. "
-                    + ("The engines were stopped." if self._touched else "The engines keep the old version.")
+                    + ("The engines were stopped." if self._touched else "The engines keep the old version."),
+                    ended=self._ended,
                 )
 
     def close(self) -> None:
