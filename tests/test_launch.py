@@ -116,7 +116,7 @@ def test_a_rank_dies_with_a_launcher_that_is_killed(tmp_path: Path, guarded: boo
 def test_a_rank_may_open_as_many_files_as_the_hard_limit_allows() -> None:
     """In a large job it has some thousand sockets; the usual soft limit is 1024."""
     run = "import resource, runpy, sys; which = resource.RLIMIT_NOFILE; resource.setrlimit(which, (300, 2000)); "
-    run += "main = runpy.run_path(sys.argv[1])['main']; main(); print(resource.getrlimit(which))"
+    run += "main = runpy.run_path(sys.argv.pop(1))['main']; main(); print(resource.getrlimit(which))"
     done = start("-c", run, TRAIN, "quickstart")  # which ends early, without torchrun
     assert done.stdout == "(2000, 2000)\n", done.stderr
 

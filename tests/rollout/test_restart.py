@@ -192,8 +192,13 @@ def test_what_an_engine_itself_refuses_at_its_first_start_ends_the_run_at_once(p
 
 @pytest.mark.parametrize(
     ("error", "is_told"),
-    [(EngineError("no such model"), True), (ValueError("no such argument"), True), (OSError("port in use"), False)]
-    + [(EOFError("a scheduler died"), False), (RuntimeError("out of memory"), False)],
+    [
+        (EngineError("no such model"), True),
+        (ValueError("no such argument"), True),
+        (OSError("port in use"), False),
+        (EOFError("a scheduler died"), False),
+        (RuntimeError("out of memory"), False),
+    ],
 )
 def test_an_engine_refuses_what_will_not_pass_and_dies_of_the_rest(
     monkeypatch: pytest.MonkeyPatch, error: Exception, is_told: bool
