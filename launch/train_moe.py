@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 import warnings
@@ -41,6 +42,12 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def allow_open_files() -> None:
+    """A rank has a socket for every other rank in each group; what it starts inherits the limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def quiet_libraries() -> None:
     """Hide what `specactor doctor` says better, and what is no business of the user."""
     warnings.filterwarnings("ignore", module=r"(megatron|mbridge)\b")
@@ -52,6 +59,7 @@ def quiet_libraries() -> None:
 
 def main() -> int:
     die_with_launcher()
+    allow_open_files()
     set_environment()
     quiet_libraries()
     from specactor.recipes import load_or_exit

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import cast
 
 from specactor import hooks, measurements, samples
@@ -144,7 +145,8 @@ class SpecActor:
         """Replace dead engines, bring all to the versions of policy and draft model, and let them generate."""
         cause: WeightSyncError | None = None
         for _ in range(self.config.rollout.engine.max_restarts + 1):
-            replaced = self.collective.together("engine restart", self.pool.restart_lost)
+            restart = partial(self.pool.restart_lost, cause.ended if cause is not None else ())
+            replaced = self.collective.together("engine restart", restart)
             for index in sorted(i for part in self.collective.gather(replaced, tuple[int, ...]) for i in part):
                 self.progress.note(f"engine {index} had died and was started again")
             try:

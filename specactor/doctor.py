@@ -5,6 +5,7 @@ Nothing that may crash is imported: the doctor also works where SGLang or Megatr
 
 from __future__ import annotations
 
+import resource
 import shutil
 import socket
 import sys
@@ -31,6 +32,7 @@ from specactor.trainer import fusions
 
 GIB = 2**30
 MIN_DISK_BYTES = 2 * GIB  # room for checkpoints and the exported model of a small run
+MIN_OPEN_FILES = 2**14  # of a rank among a thousand, which has several sockets for each
 MIN_MEMORY_BYTES = 6 * GIB  # two trainer ranks and one engine of a tiny model
 
 
@@ -176,6 +178,8 @@ def plugin() -> Finding:
 def _hardware(devices: Devices) -> list[Finding]:
     memory = devices.memory_bytes
     low = memory < MIN_MEMORY_BYTES
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # ranks raise the soft limit to this one
+    few = files < MIN_OPEN_FILES
     findings = [
         Finding(component="CPU", found=f"{devices.cores} cores"),
         Finding(
@@ -183,6 +187,12 @@ def _hardware(devices: Devices) -> list[Finding]:
             found=f"{memory / GIB:.1f} GiB",
             fatal=low,
             remedy=f"Use a machine with at least {MIN_MEMORY_BYTES // GIB} GiB." if low else "",
+        ),
+        Finding(
+            component="open files",
+            found=f"{files} for a process",
+            used="jobs of some hundred ranks" if few else "",
+            remedy=f"Raise the hard limit to {MIN_OPEN_FILES} (ulimit -Hn, systemd's LimitNOFILE)." if few else "",
         ),
     ]
     if not devices.gpus:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class SpecActorError(Exception):
     """All errors that are raised on purpose derive from this one."""
@@ -33,7 +35,11 @@ class EngineError(SpecActorError):
 
 
 class WeightSyncError(SpecActorError):
-    """Weights did not arrive whole."""
+    """Weights did not arrive whole. `ended`: engines of this rank that lived, and were ended for it."""
+
+    def __init__(self, message: str, *, ended: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ended = tuple(ended)
 
 
 class CopiesDifferError(WeightSyncError):

@@ -38,6 +38,15 @@ def test_the_doctor_finds_this_machine_fit() -> None:
         assert component in done.stdout
 
 
+def test_a_low_hard_limit_of_open_files_is_named_with_its_remedy() -> None:
+    low = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (900, 1024)); "
+    code = low + "from specactor.doctor import examine; print(*examine(None, {}), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    [line] = [line for line in done.stdout.splitlines() if "open files" in line]
+    assert "1024 for a process" in line
+    assert "ulimit -Hn" in line
+
+
 def distribution(site: Path, name: str, version: str) -> None:
     """Metadata as pip writes them; the module itself is not needed."""
     folder = site / f"{name.replace('-', '_')}-{version}.dist-info"

@@ -113,6 +113,14 @@ def test_a_rank_dies_with_a_launcher_that_is_killed(tmp_path: Path, guarded: boo
     assert alive is not guarded  # without the guard the rank would live on
 
 
+def test_a_rank_may_open_as_many_files_as_the_hard_limit_allows() -> None:
+    """In a large job it has some thousand sockets; the usual soft limit is 1024."""
+    run = "import resource, runpy, sys; which = resource.RLIMIT_NOFILE; resource.setrlimit(which, (300, 2000)); "
+    run += "main = runpy.run_path(sys.argv.pop(1))['main']; main(); print(resource.getrlimit(which))"
+    done = start("-c", run, TRAIN, "quickstart")  # which ends early, without torchrun
+    assert done.stdout == "(2000, 2000)\n", done.stderr
+
+
 @pytest.mark.parametrize("script", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
 def test_scripts_are_well_formed(script: Path) -> None:
     assert os.access(script, os.X_OK)
@@ -225,17 +233,20 @@ def test_a_signal_to_the_multi_node_script_ends_torchrun(tmp_path: Path, number:
 def test_the_slurm_script_starts_every_node(tmp_path: Path) -> None:
     fake(tmp_path / "bin", "torchrun", 'echo "$@"')
     fake(tmp_path / "bin", "scontrol", "printf 'node7\\nnode8\\n'")
-    fake(tmp_path / "bin", "srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
+    srun = 'echo "CPUs of a task: $SRUN_CPUS_PER_TASK"; while [[ $1 == --* ]]; do shift; done; exec "$@"'
+    fake(tmp_path / "bin", "srun", srun)
     slurm = {
         "SLURM_JOB_ID": "1042",
         "SLURM_NNODES": "2",
         "SLURM_JOB_NODELIST": "node[7-8]",
         "SLURM_SUBMIT_DIR": str(LAUNCH.parent),
         "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_CPUS_PER_TASK": "96",
     }
     done = run_script("slurm.sh", tmp_path, "qwen3_8b", **slurm)
     assert done.returncode == 0, done.stderr
     assert "--nnodes 2 --nproc-per-node 8" in done.stdout
+    assert "CPUs of a task: 96\n" in done.stdout, "since Slurm 22.05 srun has one where the script says no more"
     assert "--rdzv-endpoint node7:29542 --rdzv-conf read_timeout=60 --rdzv-id 1042" in done.stdout
     assert done.stdout.strip().endswith("qwen3_8b --resume auto")
     assert run_script("slurm.sh", tmp_path, "qwen3_8b").returncode != 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -80,7 +80,7 @@ class Engines:
     def resume_memory(self) -> None:
         self.gpu.take(*ENGINE, *CACHES)
 
-    def restart_lost(self) -> tuple[int, ...]:
+    def restart_lost(self, ended: Collection[int] = ()) -> tuple[int, ...]:
         return ()
 
     def set_version(self, version: int) -> None: ...

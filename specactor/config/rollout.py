@@ -35,7 +35,7 @@ class EngineConfig:
     memory_fraction: float = 0.5
     """Share of the device's memory for weights and KV cache."""
     max_restarts: int = 3
-    """Times that one engine may be restarted in a run before the run fails."""
+    """Times that one engine may be restarted within 100 steps before the run fails."""
     extra_args: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Further SGLang server arguments, by name. With ``enable_return_routed_experts=true`` responses say which
     experts computed their tokens (``train.routing_replay = r3`` sets it). On GPUs ``attention_backend=tiles``

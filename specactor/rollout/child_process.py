@@ -7,6 +7,7 @@ invalid frame is dead; `kill` leaves nothing of it; it ends with its owner.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import signal
 import socket
@@ -25,13 +26,17 @@ from specactor.rollout import frames, process_guard, warm_starter
 from specactor.rollout.frames import Failed, ProtocolError
 
 END_TIMEOUT_S = 10.0  # longest wait for each way to end it
-_LOG_TAIL_LINES = 20
+_LOG_TAIL_LINES, _LOG_TAIL_BYTES = 20, 2**16
 _MODULE = "specactor.rollout.process_guard"
 Answer = TypeVar("Answer")
 
 
 class ChildDied(EngineError):  # noqa: N818  (an event, like StopIteration)
     pass
+
+
+class StartRefusedError(EngineError):
+    """The child itself said why it does not start; trying again gives the same."""
 
 
 class Call(Generic[Answer]):
@@ -84,8 +89,8 @@ class ChildProcess(Generic[Answer]):
         self._next_number = frames.START
         self._dead = threading.Event()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._connection, theirs = socket.socketpair()
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+        self._connection, theirs = socket.socketpair()
         with theirs, open(log_file, "ab") as log:
             files = (theirs.fileno(), log.fileno())
             self._process = warm_starter.fork(_MODULE, (run,), files, environment) or subprocess.Popen(
@@ -111,7 +116,8 @@ class ChildProcess(Generic[Answer]):
         return not self._dead.is_set()
 
     def wait_ready(self, timeout_s: float) -> Answer:
-        """Return the answer to `start`. Raises EngineError after `kill`."""
+        """Return the answer to `start`. Raises EngineError, after `kill`; StartRefusedError for what the child says."""
+        kind = EngineError
         try:
             answer = self._start.next(timeout_s)
         except TimeoutError:
@@ -122,9 +128,9 @@ class ChildProcess(Generic[Answer]):
             if not isinstance(answer, Failed):
                 self.forget(self._start)
                 return answer
-            reason = f"did not start: {answer.message}."
+            kind, reason = StartRefusedError, f"did not start: {answer.message}."
         self.kill()
-        raise EngineError(self.with_log(reason))
+        raise kind(self.with_log(reason))
 
     def call(self, message: msgspec.Struct) -> Call[Answer]:
         """Ask without waiting; a dead child has answered that it died."""
@@ -191,8 +197,12 @@ class ChildProcess(Generic[Answer]):
         return f"{self.name} {what} The end of its log, {self.log_file}:\n{self.log_tail()}"
 
     def log_tail(self) -> str:
-        file = Path(self.log_file)
-        lines = file.read_text(errors="replace").splitlines() if file.exists() else ["(no log)"]
+        try:
+            with open(self.log_file, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
+                lines = file.read(_LOG_TAIL_BYTES).decode(errors="replace").splitlines()
+        except OSError as error:  # a shared disk's trouble is not the child's
+            lines = [f"(no log: {error.strerror})"]
         return "\n".join(f"  | {line}" for line in lines[-_LOG_TAIL_LINES:])
 
     def _write(self) -> None:

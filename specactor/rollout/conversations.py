@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-import resource
 import threading
 import time
 import weakref
@@ -33,7 +32,6 @@ from specactor.rollout.session import TURN, Parse, Session
 from specactor.types import Problem, RolloutRequest, Trajectory
 
 GRACE_S = 1.0  # beyond its time, until a call that ignores its cancellation is given up
-FILES_OF_LOOP, FREE_FILES = 3, 1024  # open files: of an event loop, and for everything else
 MAX_CHARACTERS_PER_TOKEN = 64  # longer observations, for the tokens that are left, are not even tokenized
 
 
@@ -100,10 +98,6 @@ class Conversations:
                 one.session = Session(request, self._tokenizer, max_prompt_tokens=self._longest)
                 self._endpoint = self._endpoint or Endpoint()
             self._open[request.request_id] = one
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = FREE_FILES + FILES_OF_LOOP * len(self._open)
-        if soft < wanted:  # of engines and shared memory there are few; of loops as many as conversations
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
 
     def __enter__(self) -> Conversations:
         return self

@@ -192,7 +192,10 @@ class DrafterPool:
             with self._replacing:
                 for index in range(len(self.drafters)):
                     if not self._ending.is_set():
-                        self._look(index, time.monotonic())
+                        try:
+                            self._look(index, time.monotonic())
+                        except Exception:  # such as of a disk; the others are watched on, and this one is tried later
+                            _LOG.exception("drafter %d could not be watched or started again", index)
 
     def _look(self, index: int, now_s: float) -> None:
         drafter = self.drafters[index]
@@ -221,12 +224,8 @@ class DrafterPool:
         # Again after at most `max_restarts` deaths, and as many late ends in a row, each time twice as long after.
         pause_s = PAUSE_S * 2 ** max(0, deaths + late - 1)
         if max(deaths, late) <= spec.max_restarts and now_s - gone_s >= pause_s:
-            self._gone_s[index] = None
-            try:
-                successor = DrafterProcess(spec)
-            except OSError:  # it is found dead again, and tried later
-                _LOG.exception("drafter %d could not be started again", spec.index)
-                return
+            self._gone_s[index] = None  # if the next line raises, it is found dead again
+            successor = DrafterProcess(spec)
             with self._lock:
                 if is_taken := spec.engine is not None and spec.engine not in self._free:
                     self._gone_s[index] = now_s  # its engine has requests again, and it is started later

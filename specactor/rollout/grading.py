@@ -167,8 +167,11 @@ class Grading:
             return
         if not begun or now - min(asked.since_s for asked in self._waiting) >= GROW_S:
             self._grow_from_s = now + (GROW_S if begun else NEW_S)
-            self._threads.append(threading.Thread(target=self._work, name=f"grading-{begun}", daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=self._work, name=f"grading-{begun}", daemon=True)
+            # Where the system gives no further thread, those there are go on.
+            with contextlib.suppress(RuntimeError) if begun else contextlib.nullcontext():
+                thread.start()
+                self._threads.append(thread)
 
     def _work(self) -> None:
         child: ChildProcess[Answer] | None = None
@@ -187,7 +190,7 @@ class Grading:
                 continue
             except TimeoutError:
                 kind, why = "no answer in time", f"no answer within {self._timeout_s:g} s"
-            except (EngineError, LookupError) as error:  # it died, did not start, or answers what nobody asked
+            except Exception as error:  # it died, could not be started, or answers what nobody asked
                 kind, why = "its process ended", f"its process ended ({error!s:.200})".replace("\n", " ")
             self._end(child)
             child = None

@@ -7,13 +7,15 @@ Invariants: `generate` returns each request once, finished, unfinished or stoppe
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from specactor.errors import EngineError
-from specactor.rollout.child_process import ChildDied
+from specactor.rollout.child_process import ChildDied, StartRefusedError
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import REPORT_TOKENS, Driver
@@ -27,7 +29,10 @@ from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 
 RESTART_LIMIT_S = 300.0  # default limit of `EnginePool.restart_lost`
+RESTARTS_WITHIN = 100  # steps in which restarts are counted: deaths of long ago say nothing of an engine
 _RESTART_PAUSE_S = 1.0  # before the second restart of an engine; doubles every further time
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +60,10 @@ class EnginePool:
         self.tail = tail
         self.drafters = drafters if drafters is not None else DrafterPool([])
         self.report_tokens = report_tokens
-        self._restarts = dict.fromkeys((spec.index for spec in specs), 0)
+        self._version = 0  # of the last sync, which counts steps
+        self._restarts: dict[int, list[int]] = {spec.index: [] for spec in specs}  # versions at which they were made
+        self._starting = threading.Lock()
+        self._stopped = False  # no engine is started any more
         self.engines: list[Engine] = []
         try:
             for spec in specs:
@@ -71,20 +79,17 @@ class EnginePool:
         self.stop()
 
     def wait_ready(self) -> None:
-        """Wait until all take requests. Raises EngineError after `stop`."""
-        starting = [engine for engine in self.engines if engine.ready is None]
-        if not starting:
+        """Wait until all take requests; those that die meanwhile are started again, in the time of one more start.
+        Raises EngineError after `stop`: at once for one that says why it does not start."""
+        if all(engine.ready is not None for engine in self.engines):
             return
-        with ThreadPoolExecutor(max_workers=len(starting)) as threads:
-            futures = [threads.submit(e.wait_ready, e.spec.config.start_timeout_s) for e in starting]
-            try:
-                wait(futures, return_when=FIRST_EXCEPTION)
-                for future in futures:
-                    if future.done():
-                        future.result()
-            except BaseException:
-                self.stop()  # which also ends the waiting for the others
-                raise
+        limit_s = max(engine.spec.config.start_timeout_s for engine in self.engines)
+        try:
+            self._wait_starting(time.monotonic() + limit_s, refusal_is_final=True)
+            self._replace_until_ready(time.monotonic() + limit_s, f"{limit_s:g} s", refusal_is_final=True)
+        except BaseException:
+            self.stop()
+            raise
 
     def generate(
         self,
@@ -135,46 +140,74 @@ class EnginePool:
     def any_lost(self) -> bool:
         return bool(self.lost())
 
-    def restart_lost(self) -> tuple[int, ...]:
+    def restart_lost(self, ended: Collection[int] = ()) -> tuple[int, ...]:
         """Replace dead engines, also those that die while starting, with pauses that double; return their indices.
-        Until the next sync they hold their model folder's weights. Raises EngineError for one that died too often, or
-        is not ready within `restart_limit_s`."""
-        deadline, pause_s = time.monotonic() + self._restart_limit_s, _RESTART_PAUSE_S
-        replaced = set(self.lost())
-        self._replace_lost(deadline)
+        Until the next sync they hold their model folder's weights. That a failed sync `ended` some is not counted.
+        Raises EngineError for one that died too often, or is not ready within `restart_limit_s`."""
+        deadline = time.monotonic() + self._restart_limit_s
+        limit = f"{self._restart_limit_s:g} s, half of what other ranks wait"
+        first = set(self.lost())
+        self._replace_lost(deadline, ended)
+        return tuple(sorted(first | self._replace_until_ready(deadline, limit)))
+
+    def _replace_until_ready(self, deadline: float, limit: str, *, refusal_is_final: bool = False) -> set[int]:
+        pause_s, replaced = _RESTART_PAUSE_S, set[int]()
         while lost := [engine for engine in self.engines if not engine.alive]:
             replaced.update(engine.index for engine in lost)
             if time.monotonic() + pause_s >= deadline:
-                within = f"within {self._restart_limit_s:g} s, half of what other ranks wait."
-                raise EngineError(lost[0].with_log(f"died and could not be replaced {within}"))
+                raise EngineError(lost[0].with_log(f"died and could not be replaced within {limit}."))
+            _LOG.warning("engine %d died while it started, and is started again", lost[0].index)
             time.sleep(pause_s)  # what killed it, such as memory that another process holds, may pass
             pause_s *= 2
-            self._replace_lost(deadline)
-        return tuple(sorted(replaced))
+            self._replace_lost(deadline, refusal_is_final=refusal_is_final)
+        return replaced
 
-    def _replace_lost(self, deadline: float) -> None:
+    def _replace_lost(self, deadline: float, ended: Collection[int] = (), *, refusal_is_final: bool = False) -> None:
         """Replace each once, and wait until it is ready or dead."""
         for position, engine in enumerate(self.engines):
             if engine.alive:
                 continue
             engine.kill()
-            limit = engine.spec.config.max_restarts
-            if self._restarts[engine.index] >= limit:
-                what = engine.with_log(f"died {limit + 1} times, allowed are {limit} restarts.")
-                raise EngineError(f"rollout.engine.max_restarts: {what}")
-            self._restarts[engine.index] += 1
-            self.engines[position] = Engine(engine.spec)
+            limit, since = engine.spec.config.max_restarts, self._version - RESTARTS_WITHIN
+            recent = [version for version in self._restarts[engine.index] if version > since]
+            if engine.index not in ended:
+                if len(recent) >= limit:
+                    allowed = f"allowed are {limit} restarts in {RESTARTS_WITHIN} steps."
+                    what = engine.with_log(f"died {limit + 1} times, {allowed}")
+                    raise EngineError(f"rollout.engine.max_restarts: {what}")
+                recent.append(self._version)
+            self._restarts[engine.index] = recent
+            with self._starting:
+                if self._stopped:
+                    raise EngineError(f"engine {engine.index} is not started again: the run has ended")
+                self.engines[position] = Engine(engine.spec)
+        self._wait_starting(deadline, refusal_is_final=refusal_is_final)
+
+    def _wait_starting(self, deadline: float, *, refusal_is_final: bool) -> None:
+        """Wait until each is ready or dead. Raises StartRefusedError, where that is final, after `stop`."""
 
         def until_ready_or_lost(engine: Engine) -> None:
-            with contextlib.suppress(EngineError):  # which has ended it
-                left_s = max(0.0, deadline - time.monotonic())
-                engine.wait_ready(min(engine.spec.config.start_timeout_s, left_s))
+            try:
+                engine.wait_ready(min(engine.spec.config.start_timeout_s, max(0.0, deadline - time.monotonic())))
+            except StartRefusedError:
+                if refusal_is_final:
+                    raise
+            except EngineError:
+                pass  # it has ended it
 
-        try:
-            self._each([engine for engine in self.engines if engine.ready is None], until_ready_or_lost)
-        except BaseException:
-            self.stop()
-            raise
+        starting = [engine for engine in self.engines if engine.ready is None]
+        if not starting:
+            return
+        with ThreadPoolExecutor(max_workers=len(starting)) as threads:
+            futures = [threads.submit(until_ready_or_lost, engine) for engine in starting]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+                for future in futures:
+                    if future.done():
+                        future.result()
+            except BaseException:
+                self.stop()  # which also ends the waiting for the others
+                raise
 
     def flush(self) -> None:
         self._on_living(Engine.flush)
@@ -206,10 +239,13 @@ class EnginePool:
         return {name: spans[name] for name in sorted(spans)}
 
     def set_version(self, version: int) -> None:
+        self._version = version
         for engine in self.engines:
             engine.version = version
 
     def stop(self) -> None:
+        with self._starting:
+            self._stopped = True
         self._each(self.engines, Engine.stop)
 
     def _on_living(self, action: Callable[[Engine], object]) -> None:

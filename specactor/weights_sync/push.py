@@ -91,6 +91,7 @@ class Push:
         self._keepable: int | None = None  # bytes for them on this rank, as of the first round
         self._apart = ""  # which copies of the weights differ between trainer ranks: a problem that stays
         self._touched = False  # whether engines may hold other weights than before
+        self._ended: list[int] = []  # engines that lived when the push ended them
         self._device = torch.device("cpu")  # of the tensors that were packed
 
     def stream(self, call: str, source: RankShards) -> None:
@@ -189,6 +190,7 @@ class Push:
             self._end_engines()
 
     def _end_engines(self) -> None:
+        self._ended += [engine.index for engine in self._engines if engine.alive]
         for engine in self._engines:
             engine.kill()
 
@@ -202,7 +204,8 @@ class Push:
                     self._end_engines()
                 raise kind(
                     f"weight sync to version {self.version} failed in its {stage} stage on rank {rank}: {problem}. "
-                    + ("The engines were stopped." if self._touched else "The engines keep the old version.")
+                    + ("The engines were stopped." if self._touched else "The engines keep the old version."),
+                    ended=self._ended,
                 )
 
     def close(self) -> None:

@@ -177,6 +177,10 @@ class Engine:
         self.killed, self.after_check = False, []
         self.ask("begin", msgspec.json.encode((visible, wrong, only_c)))
 
+    @property
+    def alive(self) -> bool:
+        return not self.killed
+
     def kill(self) -> None:
         self.killed = True
 

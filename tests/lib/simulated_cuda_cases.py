@@ -221,6 +221,10 @@ class Engine:
         with Mode():  # type: ignore[no-untyped-call]
             return [calls[name](self.rank, payload)]
 
+    @property
+    def alive(self) -> bool:
+        return not self.killed
+
     def kill(self) -> None:
         self.killed = True
 

@@ -13,7 +13,7 @@ import pytest
 
 from specactor.errors import EngineError
 from specactor.rollout import child_process, frames
-from specactor.rollout.child_process import ChildDied, ChildProcess
+from specactor.rollout.child_process import ChildDied, ChildProcess, StartRefusedError
 from specactor.rollout.frames import Failed
 from tests.rollout import puppet
 from tests.rollout.conftest import Footprint
@@ -156,9 +156,28 @@ def _ended(ready: Ends, call: child_process.Call[Text | Failed]) -> None:
 
 def test_a_start_that_fails_leaves_nothing(ends: Ends) -> None:
     ends.process.sendall(frames.pack(frames.START, Failed(message="no such weights")))
-    with pytest.raises(EngineError, match=r"puppet 3 did not start: no such weights\. The end of its log"):
+    with pytest.raises(StartRefusedError, match=r"puppet 3 did not start: no such weights\. The end of its log"):
         ends.child.wait_ready(PATIENCE_S)
     assert not ends.child.alive
+
+
+def test_a_death_is_a_death_also_where_its_log_cannot_be_read(ready: Ends) -> None:
+    """Such as on a shared disk whose handle is stale; here a folder is in its place."""
+    log = Path(ready.child.log_file)
+    log.unlink()
+    log.mkdir()
+    call = ready.child.call(Text("a"))
+    ready.process.close()
+    with pytest.raises(ChildDied, match=r"(?s)puppet 3 died\. The end of its log.*\(no log: Is a directory\)"):
+        _ended(ready, call)
+
+
+def test_of_a_long_log_the_end_is_read(ready: Ends) -> None:
+    with open(ready.child.log_file, "w") as log:
+        log.write("x" * 1_000_000 + "\nthe last\n")
+    told = ready.child.log_tail()
+    assert told.endswith("\n  | the last")
+    assert len(told) < 70_000
 
 
 def test_a_start_that_takes_too_long_leaves_nothing(ends: Ends) -> None:

@@ -65,6 +65,31 @@ def test_dead_drafters_are_replaced(make_drafter_spec: Callable[..., DrafterSpec
     pool.stop()
 
 
+def test_an_error_in_watching_one_ends_no_watch(
+    make_drafter_spec: Callable[..., DrafterSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as of a shared disk, or no further process or thread."""
+    specs = [make_drafter_spec(index=i, log_file=str(tmp_path / f"{i}.log")) for i in range(2)]
+    with DrafterPool(specs) as pool:
+        pool.wait_ready()
+        raised = []
+
+        def kill(drafter: DrafterProcess) -> None:
+            if drafter.spec.index == 0 and not raised:
+                raised.append(drafter)
+                raise RuntimeError("can't start new thread")
+            original(drafter)
+
+        original = DrafterProcess.kill
+        monkeypatch.setattr(DrafterProcess, "kill", kill)
+        for drafter in pool.drafters:
+            os.kill(child_of(drafter), signal.SIGKILL)
+        wait_until(lambda: pool.restarts == 2)
+        assert raised
+        for drafter in pool.drafters:
+            drafter.wait_ready()
+
+
 @pytest.mark.parametrize("asleep", [False, True])
 def test_one_that_hangs_is_replaced_and_one_that_is_slow_is_not(
     make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch, asleep: bool

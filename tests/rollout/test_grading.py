@@ -199,6 +199,43 @@ def test_what_waits_when_the_run_ends_has_failed_and_nothing_is_left() -> None:
     assert children(grading) == []
 
 
+def test_each_response_has_a_verdict_where_no_process_can_be_started(tmp_path: Path) -> None:
+    """Such as on a full disk; here a file is where the log's folder should be. Later ones are scored."""
+    (tmp_path / "logs").touch()
+    with Grading(timeout_s=60.0, log_file=str(tmp_path / "logs" / "verifiers.log"), most=1) as grading:
+        found = scores([grading.submit("0", problem(kind)) for kind in ("waits", "number_of", "waits", "waits")])
+        assert all(str(of).startswith("its process ended: verifier ") for of in found)
+        assert all("File exists" in str(of) for of in found)
+        (tmp_path / "logs").unlink()
+        assert scores([grading.submit("3", problem("number_of"))]) == [3.0]
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+def test_where_no_further_thread_can_be_started_those_there_are_go_on(
+    monkeypatch: pytest.MonkeyPatch, begun: int
+) -> None:
+    """Without any, the run ends with the error."""
+    monkeypatch.setattr(module, "NEW_S", 0.0)
+    monkeypatch.setattr(module, "GROW_S", 0.0)
+    begin, wanted = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("grading"):
+            wanted.append(thread)
+            if len(wanted) > begun:
+                raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with Grading(timeout_s=60.0, most=3) as grading:
+        if not begun:
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                grading.submit("1", problem("number_of"))
+            return
+        assert scores([grading.submit(str(i), problem("number_of")) for i in range(5)]) == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert len(wanted) > 1
+
+
 class Judge(BaseHTTPRequestHandler):
     """Scores by the number in the response; what it says before that is in the path."""
 

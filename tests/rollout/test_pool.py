@@ -164,6 +164,15 @@ def test_failing_to_start_stops_the_others(make_spec: Callable[..., EngineSpec],
         footprint.assert_gone()
 
 
+def test_an_engine_that_is_killed_in_its_first_start_is_started_again(make_spec: Callable[..., EngineSpec]) -> None:
+    with EnginePool([make_spec(3)]) as pool:
+        footprint = Footprint.of(pool.engines[0].pid)
+        os.kill(pool.engines[0].pid, signal.SIGKILL)
+        pool.wait_ready()
+        footprint.assert_gone()
+        assert len(pool.generate(BATCH[:1]).finished) == 1
+
+
 class Parent:
     """A process that owns an engine."""
 

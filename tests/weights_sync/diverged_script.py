@@ -77,7 +77,7 @@ def main() -> None:
         weights = next(p for name, p in shards._parameters if ".experts." in name).data.view(-1).view(torch.int32)
         weights[-1] ^= bench.collective.rank << 22
         found |= bench.sync(shards, sender)
-        found["started"] = sum(bench.collective.gather(sum(bench.pool._restarts.values()), int))
+        found["started"] = sum(bench.collective.gather(sum(map(len, bench.pool._restarts.values())), int))
         found["lost"] = sum(bench.collective.gather(bench.pool.any_lost(), bool))
         weights[-1] ^= bench.collective.rank << 22
         bench.collective.together("restart", bench.pool.restart_lost)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,7 @@ class Pool:
     """The engines of one rank, replaced when they were ended."""
 
     def __init__(self, job: Job, rank: int) -> None:
-        self._job, self._rank, self.started = job, rank, 0
+        self._job, self._rank, self.started, self.counted = job, rank, 0, 0
 
     @property
     def engines(self) -> list[Engine]:
@@ -36,11 +36,12 @@ class Pool:
     def any_lost(self) -> bool:
         return any(engine.killed for engine in self.engines)
 
-    def restart_lost(self) -> tuple[int, ...]:
+    def restart_lost(self, ended: Collection[int] = ()) -> tuple[int, ...]:
         lost = self.any_lost()
         if lost:
             self._job.engines[self._rank] = Engine()
             self.started += 1
+            self.counted += self.engines[0].index not in ended
         return (self._rank,) if lost else ()
 
     def set_version(self, version: int) -> None: ...
@@ -51,8 +52,8 @@ class Together(Rank):
         return act()
 
 
-def sync(job: Job) -> tuple[list[Any], int]:
-    """What `SpecActor.sync` did on every rank, and how many engines it started."""
+def sync(job: Job) -> tuple[list[Any], int, int]:
+    """What `SpecActor.sync` did on every rank, how many engines it started, and how many for deaths of their own."""
     ranks = range(len(job.sources))
     pools, found = [Pool(job, rank) for rank in ranks], list[Any]([None for _ in ranks])
 
@@ -82,7 +83,7 @@ def sync(job: Job) -> tuple[list[Any], int]:
         thread.start()
     for thread in threads:
         thread.join()
-    return found, sum(pool.started for pool in pools)
+    return found, sum(pool.started for pool in pools), sum(pool.counted for pool in pools)
 
 
 @pytest.mark.parametrize("by_plan", [True, False])
@@ -95,7 +96,7 @@ def test_copies_that_differ_end_the_run_at_once(by_plan: bool, dies: int | None)
     job.sources[2].buffer.data[NORM_OF_RANK_2] ^= 16
     if dies is not None:
         die(job.engines[dies])
-    found, started = sync(job)
+    found, started, _ = sync(job)
     assert [type(each) for each in found] == [CopiesDifferError] * 4, found
     [text] = {str(each) for each in found}
     assert "norm is not the same on trainer ranks 0 and 2" in text
@@ -109,9 +110,10 @@ def test_an_engine_that_died_is_started_again() -> None:
     job = Job(0)
     job.learn()
     die(job.engines[3])
-    found, started = sync(job)
+    found, started, counted = sync(job)
     assert not any(isinstance(each, WeightSyncError) for each in found), found
     assert started == 2  # none may keep a mixture
+    assert counted == 1, "the other one lived until the sync ended it"
     assert job.right()
 
 

@@ -76,6 +76,10 @@ class Engine:
             reply = self.answer(reply)
         return [reply]
 
+    @property
+    def alive(self) -> bool:
+        return not self.killed
+
     def kill(self) -> None:
         self.killed = True
 

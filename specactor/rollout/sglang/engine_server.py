@@ -33,6 +33,7 @@ from specactor.rollout.sglang.engine_protocol import (
 )
 
 _PROGRESS_EVERY_S = 1.0
+_MAY_PASS = (OSError, EOFError, MemoryError, RuntimeError)  # a port, a device or a disk; a scheduler that died
 _BACKSTOP_S = 30.0  # the trainer rank gives up first, and ends the engine: a rank that hangs cannot be used again
 
 
@@ -46,9 +47,11 @@ def run(connection: socket.socket) -> None:
         raise ProtocolError(f"first message {type(first).__name__}, expected Start")
     try:
         backend = _start(first.spec)
-    except Exception as error:  # the boundary of the process: the trainer rank reports it
+    except Exception as error:  # the boundary of the process
         traceback.print_exc()
-        connection.sendall(frames.pack(header.call, Failed(message=f"{type(error).__name__}: {error}")))
+        # What the trainer rank hears of a first start it takes for final; after a death it tries again.
+        if not isinstance(error, _MAY_PASS):
+            connection.sendall(frames.pack(header.call, Failed(message=f"{type(error).__name__}: {error}")))
         return
     try:
         backend.loop.run_until_complete(_Server(backend, connection).serve())
