@@ -1,9 +1,9 @@
 """A response ends at the token where plain decoding ends it, and tells which experts computed its tokens.
 
 A request may bring along tokens of its response, or earlier turns. SGLang takes them for prompt; their number travels
-with the sampling parameters. A round's tokens are looked at one after the other: given several, SGLang finds stop
-strings elsewhere. It notes experts by slot of the KV pool, and a request keeps the slots of accepted rows; a cached
-prefix has those of the pass that computed it.
+with the sampling parameters. Tokens of a round with a stop string are looked at one after the other: given several,
+SGLang finds it elsewhere. It notes experts by slot of the KV pool, and a request keeps the slots of accepted rows; a
+cached prefix has those of the pass that computed it.
 """
 
 from __future__ import annotations
@@ -77,6 +77,12 @@ class Text:
         except ConfigError as error:
             raise EngineError(f"{_NEEDED} {error}") from error
 
+    def keeps(self, parts: Sequence[str]) -> bool:
+        """Return whether a part that is in the text of some tokens is in that of any more around them."""
+        # Their bytes or texts, one after the other; half a character is U+FFFD until the other half comes.
+        decoder = type(self._tokenizer.backend_tokenizer.decoder).__name__
+        return decoder in ("ByteLevel", "Fuse") and not any("\ufffd" in part for part in parts)
+
     def encode(self, text: str, **_: object) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return tokens
@@ -118,6 +124,13 @@ def finish_token_by_token(original: Callable[..., None], req: Any, new_tokens: i
     emitted, before = req.output_ids, begun_of(req)  # a stop string may begin in what was brought along
     req.sampling_params.max_new_tokens += len(before)
     try:
+        # Few rounds end a response, and one look shows whether this one does.
+        if new_tokens > 1 and not req.to_finish and req.tokenizer.keeps(req.sampling_params.stop_strs):
+            req.output_ids = before + emitted
+            original(req, new_tokens)
+            if not req.finished():
+                return
+            req.finished_reason = req.finished_len = None
         for length in range(len(emitted) - new_tokens + 1, len(emitted) + 1):
             req.output_ids = before + emitted[:length]
             original(req, 1)
