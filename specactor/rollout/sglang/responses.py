@@ -31,9 +31,10 @@ def install() -> None:
 
     target = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
     HookRegistry.register(target, finish, HookType.AROUND)
-    capturer = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer"
-    HookRegistry.register(f"{capturer}.__init__", _make_room, HookType.AROUND)
-    HookRegistry.register(f"{capturer}.on_forward_end", copy_with_tokens, HookType.AROUND)
+    target = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.__init__"
+    HookRegistry.register(target, _make_room, HookType.AROUND)
+    target = "sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end"
+    HookRegistry.register(target, copy_with_tokens, HookType.AROUND)
 
 
 def custom_params(request: RolloutRequest) -> dict[str, int] | None:
@@ -152,14 +153,14 @@ def _make_room(original: Callable[..., None], capturer: Any, *arguments: Any, **
     original(capturer, *arguments, **named | {"max_running_requests": rows * named["max_running_requests"]})
 
 
-def copy_with_tokens(original: Callable[..., Any], capturer: Any, **named: Any) -> Any:
+def copy_with_tokens(original: Callable[..., Any], capturer: Any, *arguments: Any, **named: Any) -> Any:
     """Give the experts of a pass to those who copy its tokens to the host."""
     from sglang.srt.runtime_context import get_spec
 
     # SGLang would wait for the device, before it samples: engines that speculate do without its own overlap. But their
     # rounds are copied by SGLang, and plain ones by `overlap`.
     named["no_copy_to_cpu"] |= get_spec().speculative_num_draft_tokens is not None
-    return original(capturer, **named)
+    return original(capturer, *arguments, **named)
 
 
 def experts_of(meta_info: dict[str, Any], *, num_tokens: int, start: int, goes_on: bool) -> bytes:
