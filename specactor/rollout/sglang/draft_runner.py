@@ -3,7 +3,8 @@
 Invariants:
 - the first `cached` tokens of a text have keys and values of just these tokens; what lies behind is overwritten before
   it is read, so a rollback is a shorter length;
-- a draft depends on its text's tokens, seed and temperature: not on other texts, evictions or rollbacks.
+- a draft depends on its text's tokens, seed and temperature: not on other texts, evictions or rollbacks, but for the
+  rounding of prefills.
 
 Shape legend: R rows, B texts, V vocabulary.
 """
@@ -345,7 +346,8 @@ class DraftRunner:
 
     @torch.no_grad()
     def draft(self, texts: Sequence[DraftText]) -> list[list[int]]:
-        """Return what may follow each text: a pass over its unseen tokens, then one per further token."""
+        """Return what may follow each text: a pass over its unseen tokens, which should be few, then one per further
+        token."""
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
         if not texts:
