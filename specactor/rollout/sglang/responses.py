@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor.data.tokenizer import load_tokenizer
+from specactor.data.tokenizer import joins_tokens, load_tokenizer
 from specactor.errors import ConfigError, EngineError
 from specactor.rollout.resume import num_begun
 from specactor.types import RolloutRequest
@@ -81,9 +81,8 @@ class Text:
 
     def keeps(self, parts: Sequence[str]) -> bool:
         """Return whether a part that is in the text of some tokens is in that of any more around them."""
-        # Their bytes or texts, one after the other; half a character is U+FFFD until the other half comes.
-        decoder = type(self._tokenizer.backend_tokenizer.decoder).__name__
-        return decoder in ("ByteLevel", "Fuse") and not any("\ufffd" in part for part in parts)
+        # Half a character is U+FFFD until the other half comes.
+        return joins_tokens(self._tokenizer) and not any("\ufffd" in part for part in parts)
 
     def encode(self, text: str, **_: object) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
