@@ -41,7 +41,7 @@ def recipe() -> Config:
             group_size=16,
             max_new_tokens=8192,
             audit="warn",
-            engine=EngineConfig(max_running_requests=256, memory_fraction=0.8),
+            engine=EngineConfig(max_running_requests=256, memory_fraction=0.78),
             speculation=SpeculationConfig(
                 mode="auto", drafters=("suffix", "model"), draft_model=("models/Qwen3-0.6B",)
             ),

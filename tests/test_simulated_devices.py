@@ -45,6 +45,15 @@ def test_nothing_of_ours_makes_a_second_stream() -> None:
     assert [name for name, text in sources.items() if made.search(text)] == []
 
 
+def test_experts_of_a_pass_are_copied_without_a_wait(found: dict[str, Any]) -> None:
+    """By SGLang's own capturer: left alone it reads slots and experts of every pass."""
+    reads, by_slot = found["experts"]["ours"]
+    assert reads == 0
+    assert by_slot == [0, 5, 3, 5, 0, 3, 0, 0]
+    assert found["experts"]["SGLang's"] == [4, by_slot]
+    assert found["experts"]["no wait"], "the copies of slots are poison before"
+
+
 def test_what_learns_on_a_device_is_made_there(found: dict[str, Any]) -> None:
     """Micro-batches, and attention and rotary embedding where there is no TransformerEngine."""
     made, attended = found["learning, cuda"]

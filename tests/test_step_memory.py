@@ -27,7 +27,7 @@ RECIPES = [
 ]
 DRAFT_MICRO_BATCH = 4096 * (28 * 32_768 * 4 + 151_936 * 4) + 6 * 2**27
 """Bytes that Qwen3-0.6B takes for 4,096 tokens: of layers, of logits, of a part of the loss."""
-ENGINE, CACHES = ("policy, engine", "draft model"), ("keys and values",)
+ENGINE, CACHES = ("policy, engine", "draft model"), ("keys and values", "logits in graphs")
 
 
 class OutOfMemoryError(Exception):

@@ -73,3 +73,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             "Set eos_token in its tokenizer_config.json.",
         )
     return tokenizer
+
+
+def joins_tokens(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a text is the bytes, or texts, of its tokens, one after the other."""
+    return type(tokenizer.backend_tokenizer.decoder).__name__ in ("ByteLevel", "Fuse")

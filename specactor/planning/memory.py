@@ -30,6 +30,8 @@ ADAM_BYTES = {"float32": 8, "bfloat16": 4, "host": 8}  # both moments, by train.
 MAIN_WEIGHT_BYTES = 4  # beside parameters that are not float32 themselves
 LOGIT_BYTES = 10  # of one logit of a micro-batch: in bfloat16, in float32 for the loss, and its gradient
 LAYER_BYTES = 34  # per token and channel of a layer, fused attention: arXiv 2205.05198, table 2
+DRAFT_ROWS = 512  # `rollout.sglang.gpu.MAX_ROWS`
+FLASH_TABLES = 4  # page tables of FlashAttention where it speculates, three of them for rounds of SGLang's own kinds
 DRAFT_BYTES = 12  # of a draft model's weight that learns, and its moments; a refresh has copies in host memory
 DRAFT_LOGIT_BYTES = 4  # of one of its micro-batch, whose place its gradient takes
 PART_LOGIT_BYTES = 24  # of each of the PART_LOGITS that its loss computes with at once
@@ -66,18 +68,31 @@ class Memory:
             )
 
 
-def _bytes_of_rounds(config: Config, shape: TransformerShape) -> float:
-    """Return what an engine rank keeps for its largest CUDA graph: float32 logits, places of keys, and for Triton's
-    attention its parts."""
-    engine, speculation = config.rollout.engine, config.rollout.speculation
-    rows = engine.max_running_requests * (1 if speculation.mode == "off" else speculation.max_window + 1)
-    context = longest_text(config, sys.maxsize)
-    if {"triton", "tiles"} & {*engine.attention.values()}:
-        parts = -(-context // SPLIT) * shape.heads / config.parallel.engine_tensor
-        of_keys = 8.0 * context + 4.0 * parts * shape.head_dim
-    else:
-        of_keys = 4.0 * context
-    return rows * (4.0 * shape.vocab + of_keys)
+def _of_rounds(
+    config: Config, shape: TransformerShape, drafts: Sequence[TransformerShape]
+) -> dict[str, dict[Phase, float]]:
+    """Return what an engine rank keeps for CUDA graphs of the policy and of draft models: the places of keys, with
+    Triton's attention what each part of those gives, gathered logits, and logits in float32 once for each vocabulary;
+    and what graphs hold themselves."""
+    engine, speculates = config.rollout.engine, config.rollout.speculation.mode != "off"
+    width, tensor = BYTES[config.model.dtype], config.parallel.engine_tensor
+    requests, context = engine.max_running_requests, longest_text(config, sys.maxsize)
+    rows = requests * (config.rollout.speculation.max_window + 1 if speculates else 1)
+    of_drafts = min(rows, max(requests, DRAFT_ROWS))
+    kept = 4.0 * rows * sum({model.vocab for model in (shape, *drafts)})
+    in_graphs = 0.0
+    for model, most in ((shape, rows), *((draft, of_drafts) for draft in drafts if not draft.reads)):  # a head has none
+        if {"triton", "tiles"} & {*engine.attention.values()}:
+            parts = -(-context // SPLIT) * model.heads / tensor
+            of_keys = 8.0 * context + 4.0 * parts * model.head_dim
+        else:
+            of_keys = 4.0 * context * (FLASH_TABLES if speculates else 1)
+        kept += most * of_keys + (width * rows * model.vocab if tensor > 1 else 0)
+        in_graphs += most * width * model.vocab / tensor
+    return {
+        "rows of rounds": dict.fromkeys(PHASES, kept),
+        "logits in graphs": dict.fromkeys(("rollout", "sync"), in_graphs),
+    }
 
 
 def of_job(
@@ -108,7 +123,7 @@ def of_job(
         "logits": {"train": LOGIT_BYTES * (1 + shape.mtp_layers) * tokens * shape.vocab / layout.tensor},
         "policy, engine": {"rollout": weights, "sync": weights},
         "keys and values": dict.fromkeys(("rollout", "sync"), max(0.0, static - weights)),
-        "rows of rounds": dict.fromkeys(PHASES, _bytes_of_rounds(config, shape)),
+        **_of_rounds(config, shape, drafts),
         "buckets": {"sync": buckets},
         "overhead": dict.fromkeys(PHASES, OVERHEAD_BYTES),
     }

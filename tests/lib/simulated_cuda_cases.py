@@ -16,11 +16,14 @@ import torch
 from specactor.cpu import torchvision_ops
 
 torchvision_ops.install()
+from sglang.srt import runtime_context  # noqa: E402
+from sglang.srt.state_capturer.base import BaseDeviceCache, BaseTopkCapturer  # noqa: E402
+
 from specactor.config import WeightsSyncConfig  # noqa: E402
 from specactor.cpu import layers  # noqa: E402
 from specactor.device_memory import HostCopies  # noqa: E402
 from specactor.errors import WeightSyncError  # noqa: E402
-from specactor.rollout.sglang import sampling, verify_batch, verify_worker  # noqa: E402
+from specactor.rollout.sglang import responses, sampling, verify_batch, verify_worker  # noqa: E402
 from specactor.rollout.speculation.verification import DraftTree, accepted_path, chain, merged  # noqa: E402
 from specactor.trainer import microbatch  # noqa: E402
 from specactor.types import TrainSequence  # noqa: E402
@@ -356,10 +359,40 @@ def digests(device: str) -> list[Any]:
     return [same, digest.digest_of(target) == digest.digest_of(data)]
 
 
+def experts(device: str, waits: Waits, *, ours: bool, synchronizes: bool = True) -> list[Any]:
+    """Reads of two passes and between them, and the experts that the host has in the end, by slot."""
+    capturer = BaseTopkCapturer.__new__(BaseTopkCapturer)
+    capturer.topk_size, capturer.host_cache = 2, SimpleNamespace(buffer=torch.zeros(8, 3, 2, dtype=torch.int32))
+    capturer.device_cache = BaseDeviceCache(4, 3, 2, device, "experts")
+    outputs, before = [], len(waits.reads)
+    for slots in ([5, 1, 2], [3, 1]):  # the second pass writes to a slot again, and over the buffer of the first
+        capturer.device_cache.buffer += len(slots)
+        locations = torch.tensor(slots).to(device, non_blocking=True)
+        named = {
+            "forward_batch": SimpleNamespace(out_cache_loc=locations, out_cache_loc_virtual=None),
+            "can_run_graph": False,
+            "cuda_graph_batch": None,
+            "no_copy_to_cpu": False,
+        }
+        end = BaseTopkCapturer.on_forward_end
+        spec = SimpleNamespace(speculative_num_draft_tokens=9 if ours else None)
+        with patch.object(runtime_context, "get_spec", lambda spec=spec: spec):
+            output = responses.copy_with_tokens(end, capturer, **named)
+        if output is not None:
+            output.map_device_tensors(lambda x: torch.empty(x.shape, dtype=x.dtype).copy_(x, non_blocking=True))
+            outputs.append(output)
+    reads = len(waits.reads) - before
+    for output in outputs:
+        if synchronizes:
+            torch.cuda.synchronize()
+        output.finalize()
+    return [reads, capturer.host_cache.buffer[:, 2, 1].tolist()]
+
+
 def raised(work: Callable[[], Any]) -> str:
     try:
         work()
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         return str(error)
     return ""
 
@@ -387,6 +420,11 @@ def main(library: Path) -> None:
             "of the engine's copies": pull_that_lacks_a_wait("cuda:0", "cuda:3", memory, "read_totals", read_at_once),
         }
         found["digests"] = digests("cuda")
+        found["experts"] = {
+            "ours": experts("cuda", waits, ours=True),
+            "SGLang's": experts("cuda", waits, ours=False),
+            "no wait": raised(lambda: experts("cuda", waits, ours=True, synchronizes=False)),
+        }
         found["offload"] = away_and_back("cuda", waits=True)
         found["no waits"] = raised(lambda: found.update({"poisoned": away_and_back("cuda", waits=False)}))
     print(json.dumps(found))

@@ -18,9 +18,10 @@ from specactor.config import Config
 from specactor.errors import ConfigError
 from specactor.parallel.layout import Layout, longest_text
 from specactor.planning.command import show_memory
-from specactor.planning.memory import MICRO_BATCH, PHASES, Memory, Phase, host_memory_of, memory_of, of_job
-from specactor.planning.model_shapes import SHAPES
+from specactor.planning.memory import DRAFT_ROWS, MICRO_BATCH, PHASES, Memory, Phase, host_memory_of, memory_of, of_job
+from specactor.planning.model_shapes import SHAPES, TransformerShape
 from specactor.recipes import load, recipes, to_json
+from specactor.rollout.sglang.gpu import MAX_ROWS
 from tests.test_step_memory import DRAFT_MICRO_BATCH
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ def job(world: int, *, recipe: str = "qwen3_30b_a3b", **sizes: int) -> Memory:
 
 @pytest.mark.parametrize(("world", "tensor", "known_gb"), [(8, 2, 88.8), (8, 4, 80.7), (16, 2, 66.0), (64, 4, 41.0)])
 def test_peaks_of_training_are_those_worked_out_by_hand(world: int, tensor: int, known_gb: float) -> None:
-    trained = job(world, tensor=tensor, expert=8).of("train", without=("rows of rounds",))
+    trained = job(world, tensor=tensor, expert=8).of("train", without=("rows of rounds", "logits in graphs"))
     assert trained == pytest.approx(known_gb * 1e9, rel=0.05)
 
 
@@ -60,20 +61,36 @@ def test_in_float32_the_optimizer_stays() -> None:
 
 
 def test_rows_of_rounds_have_logits_and_lists_of_keys() -> None:
-    """2,304 rows of 151,936 logits in float32, and the places of 16,384 keys and what they are rounded up to; Triton's
-    attention keeps what 64 parts of those give to 8 heads, too."""
-    config = load(["qwen3_30b_a3b"])
-    context = longest_text(config, 40_960)
-    found = {}
-    for attention in ("fa3", "triton", "tiles"):
+    """2,304 rows of 151,936 logits in float32, as 4 ranks gather them in bfloat16, and a rank's own of them, and the
+    places of 16,384 keys and what they are rounded up to. With speculation FlashAttention has them four times. Triton's
+    attention keeps what 64 parts of those give to 8 heads, too. A draft model has as much of 512 rows, but gathers as
+    many; float32 logits are shared in a vocabulary."""
+    config = load(["qwen3_30b_a3b", "--distillation.refresh", "0"])
+    context, vocab = longest_text(config, 40_960), 151_936
+    small, other = SHAPES["Qwen3-0.6B"], replace(SHAPES["Qwen3-0.6B"], vocab=1000)
+    assert small.vocab == vocab
+    assert (small.heads, small.head_dim) == (16, 128)
+
+    def found(attention: str, *drafts: TransformerShape, mode: Literal["off", "auto"] = "auto") -> tuple[float, float]:
         engine = replace(config.rollout.engine, extra_args={"attention_backend": attention})
-        of = replace(config, rollout=replace(config.rollout, engine=engine))
-        rows = of_job(of, layout(64, tensor=4, expert=8), MOE, H100).rows["rows of rounds"]
-        assert set(rows) == set(PHASES), "SGLang does not release it"
-        found[attention] = rows["train"]
+        speculation = replace(config.rollout.speculation, mode=mode)
+        of = replace(config, rollout=replace(config.rollout, engine=engine, speculation=speculation))
+        rows = of_job(of, layout(64, tensor=4, expert=8), MOE, H100, drafts).rows
+        assert set(rows["rows of rounds"]) == set(PHASES), "SGLang does not release it"
+        assert set(rows["logits in graphs"]) == {"rollout", "sync"}
+        return rows["rows of rounds"]["train"], rows["logits in graphs"]["sync"]
+
     assert 16_000 < context <= 16_384
-    assert found["fa3"] == 2304 * 4 * (151_936 + context)
-    assert found["triton"] == found["tiles"] == 2304 * (4 * 151_936 + 8 * context + 4 * 64 * 8 * 128)
+    assert found("fa3") == (2304 * (4 * vocab + 2 * vocab + 4 * 4 * context), 2304 * 2 * vocab / 4)
+    assert found("fa3", mode="off") == (256 * (4 * vocab + 2 * vocab + 4 * context), 256 * 2 * vocab / 4)
+    triton = 2304 * (4 * vocab + 2 * vocab + 8 * context + 4 * 64 * 8 * 128)
+    assert found("triton") == found("tiles") == (triton, 2304 * 2 * vocab / 4)
+    kept, held = (a - b for a, b in zip(found("fa3", small), found("fa3"), strict=True))
+    assert (kept, held) == (2304 * 2 * vocab + 512 * 4 * 4 * context, 512 * 2 * vocab / 4)
+    assert found("triton", small)[0] - triton == 2304 * 2 * vocab + 512 * (8 * context + 4 * 64 * 4 * 128)
+    assert found("fa3", other)[0] - found("fa3")[0] == 2304 * (4 + 2) * 1000 + 512 * 4 * 4 * context
+    assert found("fa3", replace(small, reads=1)) == found("fa3"), "a head has no graphs"
+    assert DRAFT_ROWS == MAX_ROWS
 
 
 def test_draft_models_in_an_engine_are_added_up() -> None:
@@ -186,7 +203,7 @@ def on_eight() -> Config:
 
 
 def test_what_cannot_fit_is_refused_with_what_takes_most() -> None:
-    with pytest.raises(ConfigError, match=r"^parallel: got .72 GB per device in phase train \(optimizer 46, gr"):
+    with pytest.raises(ConfigError, match=r"^parallel: got .74 GB per device in phase train \(optimizer 46, gr"):
         memory_of(on_eight(), 8, 60e9).check()
     memory = memory_of(on_eight(), 8, H100)
     memory.check()  # what is certain fits, and estimates refuse nothing
@@ -204,7 +221,7 @@ def test_plan_prints_a_recipes_memory(capsys: pytest.CaptureFixture[str]) -> Non
     words = ["qwen3_30b_a3b", "--devices", "8", "--parallel.engines", "2"]
     show_memory([*words, "--distillation.refresh", "0"], Console(width=100))
     assert "It does not fit in 80 GB" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"^parallel: got .83 GB per device in phase train"):
+    with pytest.raises(ConfigError, match=r"^parallel: got .85 GB per device in phase train"):
         show_memory(words, Console(width=100))
     assert "draft model, trainer" in capsys.readouterr().out, "the table is printed before it is refused"
 

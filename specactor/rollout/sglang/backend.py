@@ -105,9 +105,9 @@ class Backend:
     async def generate(
         self, requests: Sequence[RolloutRequest], report_tokens: int = 0
     ) -> AsyncIterator[tuple[int, tuple[list[int], list[float]], dict[str, Any] | None]]:
-        """Yield (index, (tokens, log-probabilities), None) after every `report_tokens` tokens, and (index, the same,
-        response) at the end, without what was `begun`. Raises EngineError for requests that SGLang or this engine
-        refuses."""
+        """Yield (index, (tokens, log-probabilities), None) after every `report_tokens` tokens, of new ones, and (index,
+        those of all, response) at the end, without what was `begun`. Raises EngineError for requests that SGLang or
+        this engine refuses."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         self._num_batches += 1
@@ -128,12 +128,14 @@ class Backend:
             routed_experts_start_len=start,
             stream=True,
         )
+        reported = [0] * len(requests)
         try:
             async for out in manager.generate_request(batch, None):
                 index = int(out["meta_info"]["id"].split(".")[1])
                 reason = out["meta_info"]["finish_reason"]
-                state = _state(out) if reason is not None or report_tokens else ([], [])
+                state = new_tokens(out, 0 if reason else reported[index]) if reason or report_tokens else ([], [])
                 if reason is None:
+                    reported[index] += len(state[0])
                     yield index, state, None
                 else:
                     self._forget(requests[index], rids[index])
@@ -264,9 +266,10 @@ def _sampling(request: RolloutRequest, stream_interval: int) -> dict[str, Any]:
     }
 
 
-def _state(out: dict[str, Any]) -> tuple[list[int], list[float]]:
-    tokens = [int(token) for token in out["output_ids"]]
-    logprobs = [float(entry[0]) for entry in out["meta_info"].get("output_token_logprobs") or []]
+def new_tokens(out: dict[str, Any], start: int) -> tuple[list[int], list[float]]:
+    """Return tokens and log-probabilities from `start` on. SGLang's answers have all, and may come with each token."""
+    tokens = [int(token) for token in out["output_ids"][start:]]
+    logprobs = [float(entry[0]) for entry in (out["meta_info"].get("output_token_logprobs") or [])[start:]]
     if len(tokens) != len(logprobs):
         raise EngineError(f"SGLang returned {len(logprobs)} log-probabilities for {len(tokens)} tokens")
     return tokens, logprobs

@@ -82,7 +82,10 @@ class DraftBackend(Continuer):
         self._runners_up = [UNKNOWN] * len(lanes)
         self._runner.runners_up = [] if self.wants_runners_up else None
         for batch in self._batches(lanes):
-            drafts = self._runner.draft(list(batch.values()))
+            texts = list(batch.values())
+            while behind := [text for text in texts if self._runner.is_behind(text)]:
+                self._runner.prefill(behind)
+            drafts = self._runner.draft(texts)
             runners_up = [UNKNOWN] * len(drafts) if self._runner.runners_up is None else self._runner.runners_up
             for i, draft, runner_up in zip(batch, drafts, runners_up, strict=True):
                 answers[i], self._runners_up[i] = draft, runner_up

@@ -2,7 +2,7 @@
 
 Invariants: the first `cached` tokens of a text have keys and values of just these tokens; what lies behind is
 overwritten before it is read, so a rollback is a shorter length; a draft depends on its text's tokens, seed and
-temperature alone.
+temperature alone, but for the rounding of prefills.
 
 Shape legend: R rows, B texts, V vocabulary.
 """
@@ -203,6 +203,11 @@ class DraftText:
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
 
+    @property
+    def num_unseen(self) -> int:
+        """Return the number of tokens that are shown for a draft; the last one always is."""
+        return self.length - min(self.cache.cached, self.length - 1)
+
     def since(self, start: int) -> list[int]:
         prompt = len(self.prompt_ids)
         if start >= prompt:
@@ -233,6 +238,8 @@ class DraftRunner:
     draft_temperature = DRAFT_TEMPERATURE
     first_token = 0  # the first that it is shown
     keeps_drafts = True  # what it saw of its drafts counts as far as the text goes on with the same
+    few_tokens = 16  # unseen ones of a text that have a row each, which reads all keys; of more, most are prefilled
+    prefill_tokens = 4096  # of a pass; 0: there is none
 
     def __init__(self, runner: Any) -> None:
         from sglang.srt.model_executor import forward_batch_info
@@ -292,9 +299,51 @@ class DraftRunner:
         table[own, :length] = table[row, :length]
         self.place(own, length, block)
 
+    def is_behind(self, text: DraftText) -> bool:
+        """Return whether tokens of the text are to be prefilled."""
+        return self.prefill_tokens > 0 and text.num_unseen > self.few_tokens
+
+    @torch.no_grad()
+    def prefill(self, texts: Sequence[DraftText]) -> None:
+        """Show unseen tokens of the texts, in order, but never the last of one: as many as one pass takes."""
+        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+        parts: list[tuple[DraftText, int, int]] = []
+        left = self.prefill_tokens
+        for text in texts:
+            start = text.cache.cached
+            stop = min(text.length - 1, start + left)
+            if start < stop:
+                parts.append((text, start, stop))
+                left -= stop - start
+        with forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
+            self._hidden(self._prefill_batch(parts))
+        for text, _, stop in parts:
+            text.cache.cached = stop
+
+    def _prefill_batch(self, parts: Sequence[tuple[DraftText, int, int]]) -> Any:
+        tokens_R = torch.tensor([token for text, start, stop in parts for token in text.since(start)[: stop - start]])
+        positions_R = torch.cat([torch.arange(start, stop) for _, start, stop in parts])
+        starts, stops = [start for _, start, _ in parts], [stop for *_, stop in parts]
+        counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
+        table = torch.tensor([text.row for text, *_ in parts])
+        table_R = table.repeat_interleave(torch.tensor(counts))
+        batch = self._batch(on_device(tokens_R, self._device), on_device(table_R, self._device), positions_R)
+        batch.forward_mode = self._info.ForwardMode.EXTEND
+        batch.batch_size = len(parts)
+        batch.req_pool_indices = on_device(table, self._device)
+        batch.seq_lens_cpu = torch.tensor(stops)
+        batch.seq_lens, batch.seq_lens_sum = on_device(batch.seq_lens_cpu, self._device), sum(stops)
+        batch.extend_num_tokens = len(tokens_R)
+        batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = starts, counts
+        batch.extend_prefix_lens = on_device(starts, self._device, torch.int32)
+        batch.extend_seq_lens = on_device(counts, self._device, torch.int32)
+        batch.extend_start_loc = on_device([0, *accumulate(counts[:-1])], self._device, torch.int32)
+        return batch
+
     @torch.no_grad()
     def draft(self, texts: Sequence[DraftText]) -> list[list[int]]:
-        """Return drafts: a pass over each text's unseen tokens, then one per further token."""
+        """Return drafts: a pass over each text's unseen tokens, which should be few, then one per further token."""
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
         if not texts:

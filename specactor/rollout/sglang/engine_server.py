@@ -155,14 +155,11 @@ class _Server:
 
     async def _generate(self, call: int, message: Generate) -> None:
         reported = time.monotonic()
-        sent = [0] * len(message.requests)
         async for index, state, response in self._backend.generate(message.requests, message.report_tokens):
             if response is not None:
                 await self._send(call, Finished(request=index, **response), last=False)
             elif message.report_tokens:
-                tokens, logprobs = state
-                news = Progress(request=index, token_ids=tokens[sent[index] :], logprobs=logprobs[sent[index] :])
-                sent[index] = len(tokens)
+                news = Progress(request=index, token_ids=state[0], logprobs=state[1])
                 await self._send(call, news, last=False)
             elif time.monotonic() - reported > _PROGRESS_EVERY_S:
                 reported = time.monotonic()

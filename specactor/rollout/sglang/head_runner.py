@@ -146,6 +146,7 @@ class HeadRunner(DraftRunner):
 
     first_token = 1
     keeps_drafts = False
+    prefill_tokens = 0  # its one layer has few keys to read
 
     def __init__(self, runner: Any, states: TargetStates) -> None:
         super().__init__(runner)

@@ -63,9 +63,16 @@ class ModelDrafter(Drafter):
             cache.cut(0)
 
     def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
-        texts = [self._text(*wanted) for wanted in zip(sequences, windows, strict=True) if wanted[1]]
-        drafts = iter(self._runner.draft(texts))
-        return [next(drafts) if window else [] for window in windows]
+        texts = {i: self._text(sequences[i], window) for i, window in enumerate(windows) if window}
+        behind = sorted(
+            (i for i, text in texts.items() if self._runner.is_behind(text)), key=lambda i: texts[i].num_unseen
+        )
+        if behind:  # one pass per round: nobody waits until all have been read
+            self._runner.prefill([texts[i] for i in behind])
+        self.read_up = behind
+        ready = [i for i, text in texts.items() if not self._runner.is_behind(text)]
+        drafts = dict(zip(ready, self._runner.draft([texts[i] for i in ready]), strict=True))
+        return [drafts.get(i, []) for i in range(len(windows))]
 
     def _text(self, sequence: DraftSequence, window: int) -> DraftText:
         return DraftText(

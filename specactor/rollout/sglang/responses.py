@@ -1,8 +1,8 @@
 """A response ends where plain decoding ends it, and tells which experts computed its tokens.
 
 What a request brings along of its conversation is prompt to SGLang; its length travels with the sampling parameters. A
-round's tokens are looked at one by one: given several, SGLang finds stop strings elsewhere. Experts are noted by slot,
-which accepted rows and cached prefixes keep.
+round's tokens with a stop string are looked at one by one: given several, SGLang finds it elsewhere. Experts are noted
+by slot, which accepted rows and cached prefixes keep.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor.data.tokenizer import load_tokenizer
+from specactor.data.tokenizer import joins_tokens, load_tokenizer
 from specactor.errors import ConfigError, EngineError
 from specactor.rollout.resume import num_begun
 from specactor.types import RolloutRequest
@@ -32,6 +32,8 @@ def install() -> None:
     HookRegistry.register(target, finish, HookType.AROUND)
     target = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.__init__"
     HookRegistry.register(target, _make_room, HookType.AROUND)
+    target = "sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end"
+    HookRegistry.register(target, copy_with_tokens, HookType.AROUND)
 
 
 def custom_params(request: RolloutRequest) -> dict[str, int] | None:
@@ -76,6 +78,11 @@ class Text:
         except ConfigError as error:
             raise EngineError(f"{_NEEDED} {error}") from error
 
+    def keeps(self, parts: Sequence[str]) -> bool:
+        """Return whether a part that is in the text of some tokens is in that of any more around them."""
+        # Half a character is U+FFFD until the other half comes.
+        return joins_tokens(self._tokenizer) and not any("\ufffd" in part for part in parts)
+
     def encode(self, text: str, **_: object) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return tokens
@@ -117,6 +124,13 @@ def finish_token_by_token(original: Callable[..., None], req: Any, new_tokens: i
     emitted, before = req.output_ids, begun_of(req)  # a stop string may begin in what was brought along
     req.sampling_params.max_new_tokens += len(before)
     try:
+        # Few rounds end a response, and one look shows whether this one does.
+        if new_tokens > 1 and not req.to_finish and req.tokenizer.keeps(req.sampling_params.stop_strs):
+            req.output_ids = before + emitted
+            original(req, new_tokens)
+            if not req.finished():
+                return
+            req.finished_reason = req.finished_len = None
         for length in range(len(emitted) - new_tokens + 1, len(emitted) + 1):
             req.output_ids = before + emitted[:length]
             original(req, 1)
@@ -135,6 +149,16 @@ def _make_room(original: Callable[..., None], capturer: Any, *arguments: Any, **
     # SGLang reserves one row per running request, or per token of a prefill; a round of drafts can have more.
     rows = get_spec().speculative_num_draft_tokens or 1
     original(capturer, *arguments, **named | {"max_running_requests": rows * named["max_running_requests"]})
+
+
+def copy_with_tokens(original: Callable[..., Any], capturer: Any, *arguments: Any, **named: Any) -> Any:
+    """Give the experts of a pass to those who copy its tokens to the host."""
+    from sglang.srt.runtime_context import get_spec
+
+    # SGLang would wait for the device, before it samples: engines that speculate do without its own overlap. But their
+    # rounds are copied by SGLang, and plain ones by `overlap`.
+    named["no_copy_to_cpu"] |= get_spec().speculative_num_draft_tokens is not None
+    return original(capturer, *arguments, **named)
 
 
 def experts_of(meta_info: dict[str, Any], *, num_tokens: int, start: int, goes_on: bool) -> bytes:

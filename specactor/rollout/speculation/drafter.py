@@ -7,7 +7,7 @@ sample.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from specactor.trace import Recorder
@@ -50,6 +50,9 @@ class Drafter(ABC):
     expects: bool = False
     """After `propose`: most of the drafts are still on their way."""
 
+    read_up: Collection[int] = ()
+    """After `propose`: indices of sequences that it read much of first, or is still reading. An empty draft of these
+    counts as not asked for, and the round's seconds of drafting not at all."""
     confidence: Sequence[int] = ()
     """After `propose`: how sure it is of each draft, 0 .. `acceptance.CONFIDENCES` - 1. Drafts of one confidence are
     judged by each other; empty: all are judged alike."""

@@ -143,7 +143,12 @@ class Speculator:
         self.drafter_set.tell(sequences)
         drafts = self.drafter_set.draft(drafter, sequences, windows)
         if self._decision.together:
+            read_up = self.drafters[drafter].read_up
+            self._is_steady &= not read_up
             self._decision.drafts = drafts
+            self._decision.to_draft = [
+                0 if i in read_up and not drafts[i] else window for i, window in enumerate(windows)
+            ]
             self._decision.draft_s += self._clock() - started
         return drafts
 

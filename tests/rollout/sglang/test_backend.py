@@ -13,6 +13,8 @@ import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.cpu import sglang as cpu
+from specactor.errors import EngineError
+from specactor.rollout.sglang import backend
 from specactor.rollout.sglang.backend import server_args
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.sglang.engine_protocol import EngineSpec
@@ -121,6 +123,33 @@ def test_memory_is_released_and_resumed_once(on_hopper: dict[str, Any]) -> None:
     """In stages too: the weights come back first, and go again alone where the rest has not come back."""
     all_kinds, rest = ["cuda_graph", "kv_cache", "weights"], ["cuda_graph", "kv_cache"]
     assert on_hopper["memory"] == [[], all_kinds, all_kinds, rest, rest, all_kinds, rest, [], []]
+
+
+class _Number:
+    """A token, or a log-probability, that counts how often it is converted."""
+
+    conversions = 0
+
+    def __float__(self) -> float:
+        _Number.conversions += 1
+        return 0.0
+
+    def __int__(self) -> int:
+        return int(float(self))
+
+
+def test_a_report_converts_what_is_new() -> None:
+    """The engine's one event loop makes all reports: it must not go through all of a response for each."""
+    answers = [
+        {"output_ids": [_Number()] * length, "meta_info": {"output_token_logprobs": [(_Number(), 0, None)] * length}}
+        for length in (1, 3, 4)
+    ]
+    found = [backend.new_tokens(out, since) for out, since in zip(answers, (0, 1, 3), strict=True)]
+    assert found == [([0] * new, [0.0] * new) for new in (1, 2, 1)]
+    assert _Number.conversions == 2 * 4
+    answers[0]["meta_info"] = {}
+    with pytest.raises(EngineError, match="0 log-probabilities for 1 tokens"):
+        backend.new_tokens(answers[0], 0)
 
 
 def test_an_engine_is_idle_before_its_memory_goes() -> None:

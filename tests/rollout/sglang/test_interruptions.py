@@ -167,17 +167,39 @@ def test_the_text_of_a_special_token_ends_a_response_like_its_id(speculating: En
 # Interruptions
 
 
+ENDLESS = {"ignore_eos": False, "logit_bias": ((EOS, -50.0),)}  # room is kept for all of a request without an end
+
+
 def test_retracted_requests(speculating: Engine, engine: Engine) -> None:
     """More than the pool holds: requests are thrown out, and come back."""
     options: list[dict[str, object]] = [{}, {"top_k": 9}, {"top_p": 0.8}, {"logit_bias": ((EOS, -50.0), (9, 2.0))}]
-    endless = {"ignore_eos": False, "logit_bias": ((EOS, -50.0),)}  # room is kept for all of a request without an end
-    requests = [request(i, new=100, **(endless | options[i % 4])) for i in range(16)]  # type: ignore[arg-type]
+    requests = [request(i, new=100, **(ENDLESS | options[i % 4])) for i in range(16)]  # type: ignore[arg-type]
     expected = engine.generate(requests)
     for config in (OFF, drafter("Half"), drafter("Right")):
         probe(speculating, "seen")
         assert_same(run(speculating, config, requests), expected)
         assert probe(speculating, "seen")["retracted"] > 0
     assert report(speculating).accepted > 0
+
+
+def test_reports_make_the_response_of_requests_that_come_back(speculating: Engine) -> None:
+    """Each brings what is new since the last."""
+    requests = [request(i, new=100, **ENDLESS) for i in range(16)]  # type: ignore[arg-type]
+    heard: dict[str, Trajectory] = {}
+
+    def hear(request: RolloutRequest, so_far: Trajectory) -> None:
+        if (before := heard.get(request.request_id)) is not None:
+            assert before.token_ids == so_far.token_ids[: len(before.token_ids)]
+        heard[request.request_id] = so_far
+
+    speculating.flush()
+    probe(speculating, "seen")
+    for whole in speculating.generate(requests, on_progress=hear, report_tokens=3):
+        so_far = heard[whole.request_id]
+        length = len(so_far.token_ids)
+        assert length > 80
+        assert (so_far.token_ids, so_far.logprobs) == (whole.token_ids[:length], whole.logprobs[:length])
+    assert probe(speculating, "seen")["retracted"] > 0
 
 
 def test_prefill_in_parts_and_cached_prefixes(speculating: Engine, engine: Engine) -> None:

@@ -157,7 +157,7 @@ def test_a_draft_model_in_graphs_drafts_the_same(twins: Engine, dense_dir: str) 
     """Its passes over what it has not seen, and over one row per text; a graph that keeps the lengths of another batch
     is caught."""
     counts_of(twins, speculation(dense_dir, 3, drafter=f"{GRAPHS}:Half"), batch(1.0))  # the module is there
-    config = shared(dense_dir, 3)
+    config = speculation(dense_dir, 3, drafter=f"{WRONG}:InRows")
     with in_graphs(twins, b"draft", beyond=16):
         assert accept_rate(counts_of(twins, config, batch(1.0))) >= 0.999
     with in_graphs(twins, b"draft, stale", beyond=0):
@@ -173,7 +173,24 @@ def test_tokens_of_rounds_without_a_draft_are_shown_later(twins: Engine, dense_d
 
 
 @two_ranks_are_deep("twins")
-@pytest.mark.parametrize("mistake", ["SkipsTheFirstToken", "SeesTheLastTokenAlone", "TakesTheNextNoise"])
+def test_texts_are_read_a_pass_per_round_while_others_draft(twins: Engine, dense_dir: str) -> None:
+    found = {}
+    for drafter in ("Rests", "ReadsSlowly"):
+        twins.flush()
+        found[drafter] = counts_of(twins, speculation(dense_dir, 3, drafter=f"{WRONG}:{drafter}"), batch(1.0))
+        assert accept_rate(found[drafter]) >= 0.999
+        assert found[drafter].failures == 0
+    assert found["ReadsSlowly"].drafted < 0.95 * found["Rests"].drafted
+    # Of texts that were never read. (What was once computed for others would still lie there.)
+    others = [request(200 + i, new=20 + i % 23) for i in range(40)]
+    wrong = counts_of(twins, speculation(dense_dir, 3, drafter=f"{WRONG}:ReadsTooFar"), others)
+    assert accept_rate(wrong) < 0.99
+
+
+@two_ranks_are_deep("twins")
+@pytest.mark.parametrize(
+    "mistake", ["SkipsTheFirstToken", "SeesTheLastTokenAlone", "TakesTheNextNoise", "ReadsThoseOfOthers"]
+)
 def test_mistakes_are_noticed(twins: Engine, dense_dir: str, mistake: str) -> None:
     twins.flush()
     counts = counts_of(twins, speculation(dense_dir, 3, drafter=f"{WRONG}:{mistake}"), batch(1.0))

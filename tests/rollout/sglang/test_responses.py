@@ -12,6 +12,7 @@ from specactor.parallel.layout import ENGINE_RESERVED_TOKENS, reserved_tokens
 from specactor.rollout.sglang import engine_client
 from specactor.rollout.sglang.engine_protocol import EngineSpec, Finished, Ready
 from specactor.types import Begun, RolloutRequest, SamplingParams, VersionSpan
+from tests.lib.scripts import found_by
 
 CONTEXT = 64
 SPEC = EngineSpec(index=0, model_dir="m", dtype="float32", devices=(0,), context_length=CONTEXT, log_file="l")
@@ -125,3 +126,14 @@ def test_a_finished_response_without_experts_is_an_error(reason: str) -> None:
         engine_client.whole_response(REQUEST, finished(reason, b""), WITH_EXPERTS, 3)
     assert engine_client.whole_response(REQUEST, finished(reason, b""), SPEC, 3).token_ids == (7, 8)
     assert engine_client.whole_response(REQUEST, finished(reason, b"e"), WITH_EXPERTS, 3).token_ids == (7, 8)
+
+
+def test_one_look_at_a_round_ends_a_response_where_looks_at_every_token_do() -> None:
+    """Requests of SGLang with stop strings of whole and half characters, stop tokens, lengths and beginnings. One look
+    serves tokenizers whose texts are joined of their tokens' ones; half a character may be another's half later."""
+    found = found_by("tests.rollout.sglang.stop_cases")
+    differ = found["differ"]
+    assert [differ.pop(f"{kind}, ours") for kind in ("bytes", "joined", "other")] == [0, 0, 0]
+    assert differ.pop("joined, one look") == 0
+    assert min(differ.values()) > 0, "every wrong version is noticed"
+    assert found["decoded"] == {"bytes": 1, "joined": 1, "other": 8}

@@ -29,9 +29,10 @@ def test_a_row_has_the_same_bits_wherever_it_stands_in_its_tile(groups: tuple[st
 
 
 def test_the_backend_decodes_verifications_with_the_bits_of_plain_rounds() -> None:
-    """SGLang's Triton backend below it, with a chain, a branch and other requests in one batch, also as a graph."""
+    """SGLang's Triton backend below it, with a chain, a branch and other requests in one batch, also as a graph. What a
+    draft model makes for a prefill is what that backend asks for."""
     found = found_by("tests.rollout.sglang.tile_backend_cases", **INTERPRETED)
-    assert found["error"] < 1e-6
+    assert max(found["error"], found["prefill"]) < 1e-6
     assert found["same"]
     assert found["others differ"]
     assert found["graph"]

@@ -13,9 +13,11 @@ from specactor.cpu import torchvision_ops
 
 torchvision_ops.install()
 import sglang.srt.layers.attention.triton_backend as sglang_backend  # noqa: E402
+from sglang.srt.model_executor import forward_batch_info  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 
 from specactor.errors import EngineError  # noqa: E402
+from specactor.rollout.sglang.draft_runner import DraftRunner, DraftText, SequenceCache  # noqa: E402
 from specactor.rollout.sglang.gpu import backend_class  # noqa: E402
 
 HEADS, KV_HEADS, DIM, CONTEXT, REQUESTS = 4, 2, 16, 512, 4
@@ -37,6 +39,10 @@ class Pools:
 
     def get_value_buffer(self, _: int) -> torch.Tensor:
         return self.v
+
+    def set_kv_buffer(self, _: Any, slots: Any, k: torch.Tensor, v: torch.Tensor, *__: Any, **___: Any) -> None:
+        slots = slots.loc
+        self.k[slots], self.v[slots] = k, v
 
     def pack_read_stream(
         self, _: Any, *, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, indptr: torch.Tensor, out: torch.Tensor
@@ -122,6 +128,8 @@ LAYER = SimpleNamespace(
     k_scale=None,
     v_scale=None,
     xai_temperature_len=-1,
+    is_cross_attention=False,
+    attn_type=None,
 )
 
 
@@ -158,6 +166,34 @@ def refused(pools: Pools, **other: Any) -> str:
     return ""
 
 
+def prefilled(attention: Any, pools: Pools) -> float:
+    """A draft model's prefill of two texts, one after a beginning that it has seen: the largest error of a last row."""
+    runner = DraftRunner.__new__(DraftRunner)
+    runner._info, runner._device, runner._vocab_size = forward_batch_info, torch.device("cpu"), 100
+    runner._runner = SimpleNamespace(req_to_token_pool=pools, spec_algorithm=None)
+    texts = [
+        DraftText(
+            prompt_ids=[1] * 60, output_ids=[2] * 9, seed=0, temperature=1.0, window=1, row=row, cache=SequenceCache()
+        )
+        for row in (2, 1)
+    ]
+    rows = runner._prefill_batch([(texts[0], 20, 68), (texts[1], 0, 37)])
+    q, k, v = torch.randn(85, HEADS * DIM), torch.randn(85, KV_HEADS, DIM), torch.randn(85, KV_HEADS, DIM)
+    attention.init_forward_metadata(rows)
+    found = attention.forward_extend(q, k, v, LAYER, rows)
+    return max(
+        float((found[row] - exact(pools, q[row], table, length)).abs().max())
+        for row, table, length in ((47, 2, 68), (20, 2, 41), (84, 1, 37), (48, 1, 1))
+    )
+
+
+def exact(pools: Pools, q: torch.Tensor, table: int, length: int) -> torch.Tensor:
+    slots = pools.req_to_token[table, :length].long()
+    k, v = (x[slots].double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (pools.k, pools.v))
+    scores = torch.einsum("hd,nhd->hn", q.view(HEADS, DIM).double(), k) * LAYER.scaling
+    return torch.einsum("hn,nhd->hd", scores.softmax(1), v).flatten()
+
+
 def main() -> None:
     pools = Pools()
     attention = backend(pools)
@@ -170,15 +206,13 @@ def main() -> None:
     q[[2, 4, 5, 6]] = plain[[0, 1, 0, 2]]
     rows = batch(readers, lengths)
     verified = decode(attention, q, rows)
-    k, v = (x[pools.req_to_token[0, :300].long()].double().repeat_interleave(2, 1) for x in (pools.k, pools.v))
-    scores = torch.einsum("hd,nhd->hn", plain[0].view(HEADS, DIM).double(), k) * LAYER.scaling
-    exact = torch.einsum("hn,nhd->hd", scores.softmax(1), v).flatten()
     found = {
-        "error": float((alone[0] - exact).abs().max()),
+        "error": float((alone[0] - exact(pools, plain[0], 0, 300)).abs().max()),
         "same": torch.equal(verified[[2, 4, 5, 6]], alone[[0, 1, 0, 2]]),
         "others differ": not torch.equal(verified[1], alone[0]),
         "graph": torch.equal(replayed(attention, q, rows), verified),
         "sizes": attention._sizes[:8].tolist(),
+        "prefill": prefilled(attention, pools),
         "refused": [
             refused(pools, page_size=64),
             refused(pools, sliding_window_size=128),

@@ -9,7 +9,7 @@ import msgspec
 from torch import Tensor
 
 from specactor.rollout.sglang import rank_calls
-from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner
+from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner, DraftText
 from specactor.rollout.sglang.model_drafter import ModelDrafter
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.registry import Filler
@@ -39,6 +39,7 @@ rank_calls.RANK_CALLS[KV_BYTES] = _kv_bytes
 
 class SharedRunner(DraftRunner):
     draft_temperature = 1.0
+    few_tokens = 3  # texts of tests are short, and prefilled all the same
 
 
 class GreedyRunner(DraftRunner):
@@ -49,6 +50,13 @@ class Shared(ModelDrafter):
     """Right: a model equal to the target drafts what the target emits."""
 
     runner_type = SharedRunner
+
+
+class InRows(Shared):
+    """Right: nothing is prefilled."""
+
+    class runner_type(SharedRunner):  # noqa: N801
+        prefill_tokens = 0
 
 
 class Greedy(ModelDrafter):
@@ -89,6 +97,35 @@ class Rests(Shared):
         self.rounds += 1
         kept = [0 if (i + self.rounds) % 3 == 0 else window for i, window in enumerate(windows)]
         return super().propose(sequences, kept)
+
+
+class ReadsSlowly(Rests):
+    """Right: and so do those whose texts it has not read yet."""
+
+    class runner_type(SharedRunner):  # noqa: N801
+        prefill_tokens = 16
+
+
+class ReadsThoseOfOthers(Shared):
+    """Texts of a prefill read each other's keys."""
+
+    class runner_type(SharedRunner):  # noqa: N801
+        def _prefill_batch(self, parts: Sequence[tuple[DraftText, int, int]]) -> Any:
+            batch = super()._prefill_batch(parts)
+            batch.req_pool_indices = batch.req_pool_indices.roll(5)  # neighbours are of one group, and share keys
+            return batch
+
+
+class ReadsTooFar(Shared):
+    """What did not fit in a prefill counts as read."""
+
+    class runner_type(SharedRunner):  # noqa: N801
+        prefill_tokens = 16
+
+        def prefill(self, texts: Sequence[DraftText]) -> None:
+            super().prefill(texts)
+            for text in texts:
+                text.cache.cached = text.length - 1
 
 
 class SkipsTheFirstToken(Shared):

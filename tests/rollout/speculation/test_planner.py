@@ -124,6 +124,40 @@ class Certain(Late):
         return [truth(sequence, len(sequence.output_ids) + j) for j in range(window)]
 
 
+class Reading(Certain):
+    """Reads texts for as many rounds, at the cost of many drafts, and drafts for every other one meanwhile."""
+
+    def __init__(self, *, rounds: int, tells: bool) -> None:
+        super().__init__("late", 0)
+        self._left, self._tells = rounds, tells
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        drafts = [self._draft(sequence, window) for sequence, window in zip(sequences, windows, strict=True)]
+        self.world.now += max(windows) * (2e-5 + 2e-6 * sum(map(bool, windows)))
+        if self._left == 0:
+            self.read_up = ()
+            return drafts
+        self._left -= 1
+        self.world.now += 0.05
+        self.read_up = range(len(drafts)) if self._tells else ()
+        return [draft if i % 2 else [] for i, draft in enumerate(drafts)]
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_what_a_drafter_reads_first_says_nothing_of_its_drafts(tells: bool) -> None:
+    """Neither seconds nor missing drafts of these rounds count, if it tells."""
+    reading = Reading(rounds=30, tells=tells)
+    world = World(SpeculationConfig(mode="coupled", window=4, max_window=8), reading, requests=8, row_s=1e-5)
+    reading.world = world
+    world.play(30)
+    model = world.speculator.estimates.acceptance["late"]
+    assert (model.survivals(["0"], covered=False)[0][0] > 0.7) == tells
+    seconds = [draft_s for _, _, draft_s in world.speculator.costs.drafts.get("late", ())]
+    assert (seconds == []) == tells
+    world.play(10)
+    assert min(draft_s for _, _, draft_s in world.speculator.costs.drafts["late"]) < 0.001
+
+
 @pytest.mark.parametrize("worse", [Partial("worse", -1), Partial("worse", -1, absent=0.5)])
 def test_with_a_fixed_window_the_better_drafter_is_preferred(worse: Drafter) -> None:
     """Though it is named last, drafts late and takes time. Windows stay what they are, and no round is plain."""
