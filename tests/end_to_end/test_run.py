@@ -241,6 +241,17 @@ def test_a_finished_run_is_not_overwritten(finished: Launched, launcher: Launche
     assert "Continue it with --resume auto, choose another --name, or remove the folder." in again.output
 
 
+def test_a_run_that_another_job_is_in_is_refused(launcher: Launcher) -> None:
+    owner = RunOwner(launcher.base / "runs" / "owned", on_lost=lambda told: None)
+    with closing(owner):
+        owner.claim()
+        (launcher.base / "runs" / "owned" / "checkpoints" / "step-000009.tmp").mkdir(parents=True)
+        refused = launcher.run("owned", "--resume", "auto")
+        assert refused.code != 0
+        assert f"runs/owned belongs to {owner.own}'. Choose another --name, or end that job." in refused.output
+    assert sorted(path.name for path in refused.folder.rglob("*")) == ["checkpoints", "step-000009.tmp"]
+
+
 @pytest.mark.deep
 def test_resuming_for_another_step_gives_what_one_longer_run_gives(finished: Launched, launcher: Launcher) -> None:
     """Also from the cached warm-up, which must give the same start as the run that made it. A copy goes on: the run
