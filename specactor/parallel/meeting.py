@@ -1,8 +1,8 @@
 """How ranks meet, and how silent hosts are noticed.
 
 Invariants: what is wrong is raised on every rank, with one message; what an earlier start left in the launcher's store
-means nothing; every wait has a bound; a host that left without an error is not missed, nor any while this process did not run; a
-rank that knows of a failure ends; loopback needs its interface named.
+means nothing; every wait has a bound; a host that left without an error is not missed, nor any while this process did
+not run; a rank that knows of a failure ends; loopback needs its interface named.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ class HostWatch:
         on_silent: Callable[[str], None],
         on_reported: Callable[[threading.Event], None],
     ) -> None:
-        """In threads, `on_silent` is told of a lost host and ends the process, and `on_reported` is called once when some
-        rank has reported a failure, and ends the process unless the event comes: this rank has left."""
+        """In threads, `on_silent` is told of a lost host and ends the process, and `on_reported` is called once when
+        some rank has reported a failure, and ends the process unless the event comes: this rank has left."""
         firsts = [meeting.machines.index(machine) for machine in dict.fromkeys(meeting.machines)]
         self._meeting, self._rank, self._on_silent = meeting, rank, on_silent
         self._first = meeting.machines.index(meeting.machines[rank])

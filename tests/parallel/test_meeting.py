@@ -164,7 +164,7 @@ def test_a_host_that_left_because_it_failed_is_missed(port: int, monkeypatch: py
         return HostWatch(of_all, rank, missed.append, lambda left: None)
 
     with watch(0) as first:
-        with pytest.raises(ZeroDivisionError), watch(1):
+        with pytest.raises(ZeroDivisionError), watch(1):  # noqa: PT012
             wait_for(lambda: first._beats.get(1))
             raise ZeroDivisionError
         wait_for(lambda: missed)
