@@ -223,7 +223,7 @@ class Collective:
 
 def _see(path: Path, rank: int) -> None:
     deadline = time.monotonic() + SEE_S
-    while not path.exists():
+    while not os.path.exists(path):  # False also where NFS has lost its handle
         if time.monotonic() > deadline:
             raise ConfigError.at(
                 str(path),
