@@ -50,6 +50,7 @@ from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.rollout.tail import tail_policy
 from specactor.run_folder import Replay, RunFolder, Status, checkpoint_to_resume
+from specactor.run_owner import RunOwner
 from specactor.trainer import checkpoint
 from specactor.trainer.critic import Critic
 from specactor.trainer.drafter.refresh import Distillation, left_behind
@@ -86,7 +87,9 @@ def run(
         members = collective.gather(Member.here(local_rank, gpu=gpu), Member)
         failures.know(members)
         folder = RunFolder.of(config)
-        resume = collective.together("run folder", lambda: checkpoint_to_resume(config, folder))
+        owner = stack.enter_context(closing(RunOwner(folder.root, failures.on_lost_folder)))
+        failures.on_end = owner.close
+        resume = enter_folder(config, folder, owner, collective)
         note_phase = _status_writer(folder, config.train.steps, members) if rank == 0 else None
         shown = Progress(config.train.steps, quiet=rank != 0, on_phase=note_phase)
         progress = stack.enter_context(shown)
@@ -108,6 +111,16 @@ def run(
         _train(actor, folder, tracker)
         if note_phase is not None:
             note_phase("done", actor.steps_done)
+
+
+def enter_folder(config: Config, folder: RunFolder, owner: RunOwner, collective: Collective) -> Path | None:
+    """Own the run's folder, on rank 0; return the checkpoint to go on from, the same on all ranks. Collective."""
+
+    def enter() -> Path | None:
+        owner.claim()
+        return checkpoint_to_resume(config, folder)
+
+    return collective.path_of_first("run folder", enter)
 
 
 def _checked(config: Config, world: int) -> Layout:
@@ -348,7 +361,8 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
         _log(actor, tracker, done, metrics)
         while unfinished:
             unfinished.pop()()
-    places = {"run": str(folder.root), "checkpoint": str(checkpoint.latest(folder.checkpoints) or "none")}
+    newest = checkpoint.latest(folder.checkpoints) if tracker is not None else None
+    places = {"run": str(folder.root), "checkpoint": str(newest or "none")}
     if config.checkpoint.export:
         with progress.phase("export", announce=True):
             actor.trainer.export_hf(folder.export)

@@ -114,7 +114,7 @@ class RunFolder:
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Path | None:
     """Return the checkpoint that `config.resume` asks for; None: step 0. Raises ConfigError for an existing run without
-    resume, CheckpointError for a missing one."""
+    resume, CheckpointError for a missing one. For the run's owner alone."""
     if config.resume == "off":
         if folder.metrics.exists():
             raise ConfigError.at(

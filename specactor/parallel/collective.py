@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import suppress
+from pathlib import Path
 from types import GenericAlias
 from typing import NoReturn, TypeVar
 
@@ -20,13 +24,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from specactor.config import ParallelConfig
-from specactor.errors import PeerFailedError
+from specactor.errors import ConfigError, PeerFailedError
 from specactor.parallel.layout import Layout, own_device
 from specactor.parallel.seals import NONCE_BYTES, TAG_BYTES, Seals, job_key
 
 T = TypeVar("T")
 
 HEARTBEAT_S = 5.0  # a rank that is busy in `Collective.together` joins an exchange at least this often
+SEE_S = 90.0  # longest wait for what another host has made: NFS keeps what it saw of a folder for up to a minute
+_SEE_EVERY_S = 0.5
 
 _MESSAGE_BYTES = 2**24  # each message is waited for with the group's bound
 _RUNNING, _DONE, _FAILED = 0, 1, 2
@@ -190,6 +196,17 @@ class Collective:
             if all(state == _DONE for state in states):
                 return own.result()
 
+    def path_of_first(self, phase: str, choose: Callable[[], Path | None]) -> Path | None:
+        """Return what rank 0 alone chooses, when every rank sees it: a host may know a folder as it was a minute ago.
+        Raises ConfigError where a rank does not see it."""
+        own = self.together(phase, lambda: str(choose() or "") if self.rank == 0 else "")
+        chosen = self.gather(own, str)[0]
+        if not chosen:
+            return None
+        path = Path(chosen)
+        self.together(phase, lambda: _see(path, self.rank))
+        return path
+
     def _fail(self, phase: str, own: Future[T]) -> NoReturn:
         error = own.exception() if own.done() else None
         causes = self.gather("" if error is None else f"{type(error).__name__}: {error}", str)
@@ -202,6 +219,21 @@ class Collective:
         parts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(parts, torch.tensor([state], dtype=torch.int64), group=control_group())
         return [int(part) for part in parts]
+
+
+def _see(path: Path, rank: int) -> None:
+    deadline = time.monotonic() + SEE_S
+    while not os.path.exists(path):  # False also where NFS has lost its handle
+        if time.monotonic() > deadline:
+            raise ConfigError.at(
+                str(path),
+                f"nothing there on {socket.gethostname()} (rank {rank}) after {SEE_S:g} s",
+                "what rank 0 sees there",
+                "All hosts need the same file system at that path.",
+            )
+        time.sleep(_SEE_EVERY_S)
+        with suppress(OSError), os.scandir(path.parent):  # opened, it is asked for anew, and with it what is not there
+            pass
 
 
 def _messages(data: torch.Tensor) -> Iterator[torch.Tensor]:

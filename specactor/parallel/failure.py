@@ -57,7 +57,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     def here(cls, local_rank: int = 0, *, gpu: str = "") -> Member:
         """Describe this process; `gpu` is its GPU's UUID, empty without one."""
         return cls(
-            machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            machine=_machine(),
             pid=os.getpid(),
             visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
             local_rank=local_rank,
@@ -74,6 +74,12 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
         except (FileNotFoundError, ProcessLookupError):
             return True
+
+
+def _machine() -> str:
+    """Return what processes share that know each other by pid and meet on loopback: containers of one kernel do not."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
 
 
 def tell_launcher(message: str) -> None:
@@ -114,6 +120,7 @@ class Failures:
         self.saw = ""  # what this rank would say of a lost peer that nobody reports
         self._store_is_gone = False
         self._told = False  # whether another rank was seen to have reported
+        self.on_end: Callable[[], None] = lambda: None  # called where the process ends without unwinding
 
     def use(self, store: Store) -> None:
         """Take tickets here, in a store of one start; hosts may count starts differently."""
@@ -132,9 +139,12 @@ class Failures:
         if self.over_hosts():
             time.sleep(LINGER_S)
 
-    def on_reported(self) -> None:
-        """Remember that some rank has reported, in case the store goes."""
+    def on_reported(self, left: threading.Event) -> None:
+        """Remember that some rank has reported, in case the store goes; end after GRACE_S unless this rank has `left`:
+        its main thread may be stuck in a collective, in NCCL's for half an hour."""
         self._told = True
+        if not left.wait(GRACE_S):
+            self._end(1)
 
     def wait_for_report(self) -> None:
         """Wait until another rank has reported, at most `GRACE_S`."""
@@ -163,18 +173,28 @@ class Failures:
             with suppress(OSError):
                 if _is_launcher(os.getppid()):
                     os.kill(os.getppid(), signal.SIGKILL)
-        os._exit(1)
+        self._end(1)
+
+    def on_lost_folder(self, what: str) -> None:
+        self.report(what)
+        self._end(1)
 
     def on_sigterm(self) -> None:
         lost = self.lost()
         ended = "ended by SIGTERM" + (": the launcher of rank 0 is gone" if self._store_is_gone else "")
         self.report(f"{lost} was killed or crashed. {RESUME}" if lost else self.saw or f"{ended}. {RESUME}")
-        os._exit(128 + signal.SIGTERM)
+        self._end(128 + signal.SIGTERM)
 
     def on_sigint(self) -> None:
         """End after GRACE_S, since the main thread, which gets KeyboardInterrupt, may be stuck."""
         time.sleep(GRACE_S)
-        os._exit(128 + signal.SIGINT)
+        self._end(128 + signal.SIGINT)
+
+    def _end(self, code: int) -> None:
+        last = threading.Thread(target=self.on_end, daemon=True)
+        last.start()
+        last.join(_NOTICE_S)  # a disk may hang
+        os._exit(code)
 
     def _tickets(self, more: int) -> int:
         """Add `more` reports; return how many there are."""

@@ -1,8 +1,8 @@
 """How ranks meet, and how silent hosts are noticed.
 
 Invariants: what is wrong is raised on every rank, with one message; what an earlier start left in the launcher's store
-means nothing; every wait has a bound; a host that left in order is not missed, nor any while this process did not run;
-loopback needs its interface named.
+means nothing; every wait has a bound; a host that left without an error is not missed, nor any while this process did
+not run; a rank that knows of a failure ends; loopback needs its interface named.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def flat(config: Mapping[str, object], above: str = "") -> dict[str, str]:
 SILENT_S = 30.0  # a host not heard of for so long is lost
 _BEAT_S = 2.0
 _LOOK_S = 0.5
-_LEFT = 1 << 40  # more beats than there will be: the host has left in good order
+_LEFT = 1 << 40  # more beats than there will be: the host has left without an error
 
 
 class HostWatch:
@@ -201,11 +201,14 @@ class HostWatch:
     on rank 0's host all hosts, elsewhere that host."""
 
     def __init__(
-        self, meeting: Meeting, rank: int, on_silent: Callable[[str], None], on_reported: Callable[[], None]
+        self,
+        meeting: Meeting,
+        rank: int,
+        on_silent: Callable[[str], None],
+        on_reported: Callable[[threading.Event], None],
     ) -> None:
-        """In a thread, `on_silent` is told of a lost host and ends the process; `on_reported` is called when some rank
-        has reported a failure."""
-        self._on_reported = on_reported
+        """In threads, `on_silent` is told of a lost host and ends the process, and `on_reported` is called once when
+        some rank has reported a failure, and ends the process unless the event comes: this rank has left."""
         firsts = [meeting.machines.index(machine) for machine in dict.fromkeys(meeting.machines)]
         self._meeting, self._rank, self._on_silent = meeting, rank, on_silent
         self._first = meeting.machines.index(meeting.machines[rank])
@@ -213,6 +216,8 @@ class HostWatch:
         self._heard_s = dict.fromkeys(watched, time.monotonic())
         self._beats: dict[int, int] = {}
         self._stop = threading.Event()
+        self._told = threading.Thread(target=on_reported, args=(self._stop,), name="hosts-reported", daemon=True)
+        self._has_failed = False
         does = () if len(firsts) == 1 else (self._beat, self._look) if watched else (self._beat,)
         self._threads = [threading.Thread(target=each, name=f"hosts-{each.__name__}", daemon=True) for each in does]
 
@@ -221,7 +226,8 @@ class HostWatch:
             thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._has_failed = kind is not None
         self._stop.set()
         for thread in self._threads:
             thread.join(2 * _BEAT_S)
@@ -240,7 +246,8 @@ class HostWatch:
         going = True
         while going:
             going = not self._stop.wait(_BEAT_S)
-            store.add(f"beats/{self._first}", 1 if going or self._rank != self._first else _LEFT)
+            leaves_well = not going and not self._has_failed and self._rank == self._first
+            store.add(f"beats/{self._first}", _LEFT if leaves_well else 1)
             for rank in tuple(self._heard_s):
                 beats = store.add(f"beats/{rank}", 0)
                 if rank == 0 or beats != self._beats.get(rank):
@@ -249,8 +256,8 @@ class HostWatch:
                     del self._heard_s[rank]
                 self._beats[rank] = beats
             # asked now: when this rank is ended, the launcher's store may be gone with the host that reported
-            if store.add(TICKETS, 0) > 0:
-                self._on_reported()
+            if store.add(TICKETS, 0) > 0 and self._told.ident is None:
+                self._told.start()
 
     def _look(self) -> None:
         before_s = time.monotonic()

@@ -49,7 +49,7 @@ _MODEL_FIELDS = (
 
 
 def latest(root: Path) -> Path | None:
-    """Return the newest whole checkpoint; remove an interrupted one."""
+    """Return the newest whole checkpoint; remove an interrupted one. For one rank, which owns the run."""
     if not root.is_dir():
         return None
     for stale in root.glob("step-*.tmp"):

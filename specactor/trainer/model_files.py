@@ -11,7 +11,10 @@ import os
 import pickle
 import queue
 import shutil
+import time
+import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -119,6 +122,7 @@ def load(chunks: list[Any], optimizer: Any, folder: Path) -> None:
 
 MAX_FILE_BYTES = 4 * 2**30
 """A safetensors file is closed when the next tensor would exceed this."""
+_LEFT_BEHIND_S = 86_400.0  # since a file was last added to a folder that nobody will finish
 
 T = TypeVar("T")
 _WRITE_ERRORS = (OSError, SafetensorError, ValueError)
@@ -132,13 +136,15 @@ class FolderWriter:
 
     def __init__(self, target: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._target, self._max_file_bytes = target, max_file_bytes
-        self._folder = target.with_name(f"{target.name}.tmp-{os.getpid()}")  # another run may write the same target
+        # Another run may write the same target, on another host or in another container: pids tell nothing apart.
+        self._folder = target.with_name(f"{target.name}.tmp-{uuid.uuid4().hex}")
         self._files: list[list[str]] = []
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = self._total_bytes = 0
         for left in target.parent.glob(f"{target.name}.tmp-*"):
-            if not Path("/proc", left.name.rpartition("-")[2]).exists() or left == self._folder:
-                shutil.rmtree(left, ignore_errors=True)
+            with suppress(OSError):
+                if time.time() - left.stat().st_mtime > _LEFT_BEHIND_S:
+                    shutil.rmtree(left, ignore_errors=True)
         self._folder.mkdir(parents=True)
 
     def add(self, name: str, tensor: Tensor) -> None:

@@ -59,16 +59,22 @@ def initial_model(config: Config, collective: Collective) -> Path:
     tiny = config.model.tiny
     folder = Path(config.output_dir, WARM_UPS) / f"model-{_hash(asdict(tiny), config.seed)}"
 
-    def make() -> None:
-        if collective.rank == 0 and not folder.exists():
+    def make() -> Path:
+        if not folder.exists():
             try:
                 make_tiny_model(tiny, config.seed, folder)
             except (ConfigError, OSError):
                 if not folder.exists():  # else another run has made the same model meanwhile
                     raise
+        return folder
 
-    collective.together("making the model", make)
+    collective.path_of_first("making the model", make)
     return folder
+
+
+def _is_made(folder: Path, collective: Collective) -> bool:
+    """Say whether rank 0 sees the folder; then all ranks do. Collective."""
+    return collective.path_of_first(folder.name, lambda: folder if folder.exists() else None) is not None
 
 
 def warmed_up_model(
@@ -93,7 +99,7 @@ def warmed_up_model(
         *(optimizer, asdict(layout)),
     )
     folder = Path(config.output_dir, WARM_UPS) / f"warmup-{key}"
-    if not collective.any(not folder.exists()):
+    if _is_made(folder, collective):
         return folder
     trainer = PolicyTrainer(config, layout, start)
     total = sum(config.warmup.steps)
@@ -101,8 +107,9 @@ def warmed_up_model(
         batch = solved_batch(config, problems, solver, tokenizer, stage=stage, step=done)
         loss = trainer.supervised_step(batch, learning_rate=rate)
         progress.count(done + 1, total, loss=loss)
-    if collective.any(not folder.exists()):  # else another run has made the same model meanwhile, and may be reading it
+    if not _is_made(folder, collective):  # else another run has made the same model meanwhile, and may be reading it
         trainer.export_hf(folder)
+        collective.path_of_first(folder.name, lambda: folder)
     return folder
 
 
@@ -128,12 +135,13 @@ def with_draft_model(
     settings = replace(settings, tokens_per_update=DRAFT_TOKENS)
     learning = (wanted, updates, DRAFT_BATCHES, asdict(settings), rollout.temperature, collective.world)
     folder = Path(config.output_dir, WARM_UPS) / f"draft-{_hash(_content(policy), config.seed, learning)}"
-    if collective.any(not folder.exists()):
+    if not _is_made(folder, collective):
         progress.note(f"a draft model learns for {DRAFT_LIMIT_S:.0f} s at most")
         examples = collective.together("worked solutions", lambda: _solved(config, problems, tokenizer))
         stats = _distil(
             policy, examples, settings, folder, collective, wanted=wanted, updates=updates, seed=config.seed
         )
+        collective.path_of_first(folder.name, lambda: folder)
         progress.note(f"it made {stats.updates} of {updates} updates in {stats.seconds:.0f} s")
     speculation = rollout.speculation.with_first(str(folder))
     return replace(config, rollout=replace(rollout, speculation=speculation))

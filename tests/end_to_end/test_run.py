@@ -22,6 +22,7 @@ from specactor.config.rollout import SAME_BITS
 from specactor.cpu.sglang import environment
 from specactor.metrics import METRICS, read_metrics
 from specactor.replay import command as replaying
+from specactor.run_owner import RunOwner
 from specactor.trainer.drafter.buffer import read_rollouts
 from tests.end_to_end.conftest import Launched, Launcher
 from tests.lib.ranks import torchrun
@@ -239,6 +240,17 @@ def test_a_finished_run_is_not_overwritten(finished: Launched, launcher: Launche
     again = launcher.run("finished")
     assert again.code != 0
     assert "Continue it with --resume auto, choose another --name, or remove the folder." in again.output
+
+
+def test_a_run_that_another_job_is_in_is_refused(launcher: Launcher) -> None:
+    owner = RunOwner(launcher.base / "runs" / "owned", on_lost=lambda told: None)
+    with contextlib.closing(owner):
+        owner.claim()
+        (launcher.base / "runs" / "owned" / "checkpoints" / "step-000009.tmp").mkdir(parents=True)
+        refused = launcher.run("owned", "--resume", "auto")
+        assert refused.code != 0
+        assert f"runs/owned belongs to {owner.own}. Choose another --name, or end that job." in refused.output
+    assert sorted(path.name for path in refused.folder.rglob("*")) == ["checkpoints", "step-000009.tmp"]
 
 
 @pytest.mark.deep

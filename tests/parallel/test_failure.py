@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -223,10 +224,12 @@ def test_of_three_hosts_one_says_that_another_is_lost(
     for name, value in (("GRACE_S", 0.0), ("_NOTICE_S", 0.0), ("LINGER_S", 0.0)):
         monkeypatch.setattr(failure, name, value)
     monkeypatch.setattr(failure.os, "_exit", lambda code: None)
+    left = threading.Event()
+    left.set()
     with pytest.raises(SystemExit), failure_guard(1, Closing(1, 0)) as failures:  # noqa: PT012
         failures.know([Member(machine="a", pid=1), Member.here(), Member(machine="c", pid=1)])
         if heard:
-            failures.on_reported()
+            failures.on_reported(left)
         failures.on_sigterm()
         raise LOST
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("specactor: rank")]
@@ -255,6 +258,46 @@ def test_over_hosts_the_launchers_store_stays_for_a_while(monkeypatch: pytest.Mo
         failures.know([Member.here(), Member(machine="elsewhere", pid=1)])
         raise EngineError("gone")
     assert time.monotonic() - started >= 0.5
+
+
+@pytest.mark.parametrize("has_left", [True, False])
+def test_a_rank_that_has_left_ends_by_itself_when_another_one_has_reported(
+    has_left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(failure, "GRACE_S", 0.0)
+    monkeypatch.setattr(failure.os, "_exit", ended.append)
+    left = threading.Event()
+    if has_left:
+        left.set()
+    failure.Failures(1, Tickets()).on_reported(left)
+    assert ended == ([] if has_left else [1])
+
+
+def test_the_end_waits_for_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(failure.os, "_exit", ended.append)
+    failures, answers = failure.Failures(0, Tickets()), threading.Event()
+    failures.on_end = lambda: answers.wait() and None
+    failures.on_lost_folder("owner.json is gone")
+    assert ended == [1]
+    answers.set()
+
+
+@pytest.mark.parametrize("space", ["pid", "net"])
+def test_containers_of_one_kernel_are_machines_of_their_own(space: str) -> None:
+    """They do not know each other by pid, nor meet on loopback."""
+    say = "from specactor.parallel.failure import Member; print(Member.here().machine)"
+    apart = ["unshare", f"--{space}", "--fork"]
+    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], check=False).returncode:
+        pytest.skip("namespaces need root")
+    there, again = (
+        subprocess.run([*inside, sys.executable, "-c", say], capture_output=True, text=True, check=True).stdout.strip()
+        for inside in (apart, [])
+    )
+    here = Member.here().machine
+    assert there.split()[0] == here.split()[0], "one kernel"
+    assert there != here == again
 
 
 STUCK = """

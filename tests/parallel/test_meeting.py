@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -113,7 +115,7 @@ def test_a_host_that_is_cut_off_is_missed_and_misses_the_first(port: int, monkey
 
     def watch(host: int, rank: int) -> HostWatch:
         of_all = Meeting(open_store=links[host].open, hosts=hosts, machines=machines)  # type: ignore[arg-type]
-        return HostWatch(of_all, rank, missed[host].append, lambda: reported.update([rank]))
+        return HostWatch(of_all, rank, missed[host].append, lambda left: reported.update([rank]))
 
     with ExitStack() as stack:
         first, second, third = (stack.enter_context(watch(host, rank)) for host, rank in enumerate((0, 1, 3)))
@@ -125,6 +127,7 @@ def test_a_host_that_is_cut_off_is_missed_and_misses_the_first(port: int, monkey
         assert not reported
         Link(port).open().add(TICKETS, 1)
         wait_for(lambda: set(reported) == {0, 3})  # all whose hosts are there
+        assert not first._stop.is_set()
         links[2].on.clear()
         wait_for(lambda: missed[0] and missed[2])
         links[2].on.set()
@@ -146,9 +149,57 @@ def test_a_rank_that_is_busy_and_a_connection_that_breaks_lose_no_host(
     with ExitStack() as stack:
         for rank, link in ((0, Link(port)), (2, Link(port, breaks=2))):
             of_all = Meeting(open_store=link.open, hosts=("a", "b", "b"), machines=("0", "1", "1"))  # type: ignore[arg-type]
-            stack.enter_context(HostWatch(of_all, rank, missed.append, lambda: None))
+            stack.enter_context(HostWatch(of_all, rank, missed.append, lambda left: None))
         time.sleep(3.0)
         assert missed == []
+
+
+def test_a_host_that_left_because_it_failed_is_missed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("_BEAT_S", 0.05), ("_LOOK_S", 0.1), ("SILENT_S", 1.0)):
+        monkeypatch.setattr(meeting, name, seconds)
+    missed: list[str] = []
+
+    def watch(rank: int) -> HostWatch:
+        of_all = Meeting(open_store=Link(port).open, hosts=("a", "b"), machines=("0", "1"))  # type: ignore[arg-type]
+        return HostWatch(of_all, rank, missed.append, lambda left: None)
+
+    with watch(0) as first:
+        with pytest.raises(ZeroDivisionError), watch(1):  # noqa: PT012
+            wait_for(lambda: first._beats.get(1))
+            raise ZeroDivisionError
+        wait_for(lambda: missed)
+    assert missed[0].startswith("b, the host of rank 1, has not answered")
+
+
+STUCK = """
+import ctypes, sys
+from torch.distributed import PrefixStore, TCPStore
+from specactor.parallel import failure, meeting
+failure.GRACE_S, meeting._BEAT_S = 0.5, 0.05
+def store():
+    return PrefixStore("start", TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False))
+of_all = meeting.Meeting(open_store=store, hosts=("a", "b"), machines=("0", "1"))
+with failure.failure_guard(1, store()) as failures:
+    failures.on_end = lambda: print("given back", flush=True)
+    with meeting.HostWatch(of_all, 1, failures.on_silent, failures.on_reported):
+        print("in", flush=True)
+        ctypes.CDLL(None).pause()
+"""
+
+
+def test_a_rank_that_is_stuck_ends_when_another_one_has_reported(port: int) -> None:
+    """As in a collective of NCCL, which notices a lost peer after half an hour; it says nothing more."""
+    command = [sys.executable, "-c", STUCK, str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as rank:
+        try:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "in\n"
+            Link(port).open().add(TICKETS, 1)
+            said, told = rank.communicate(timeout=60)
+        finally:
+            rank.kill()
+    assert (rank.returncode, said) == (1, "given back\n")
+    assert "specactor: rank 1: " not in told
 
 
 def wait_for(there: Callable[[], object]) -> None:

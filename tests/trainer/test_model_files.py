@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,23 @@ def test_no_file_is_larger_and_the_index_names_each_tensor(tmp_path: Path, max_f
     assert max(sizes) <= max(max_file_bytes, 40), "no file is larger, but for one tensor that is"
     for name, tensor in WEIGHTS.items():
         assert torch.equal(found[index["weight_map"][name]][name], tensor)
+
+
+def test_two_runs_write_one_target_and_only_old_leavings_go(tmp_path: Path) -> None:
+    """In containers both may have the same pid, and a process of this host says nothing of another's."""
+    of_another_host, old = tmp_path / "target.tmp-4194305", tmp_path / "target.tmp-1"
+    for folder in (of_another_host, old):
+        folder.mkdir()
+    os.utime(old, (time.time() - 2 * 86_400,) * 2)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text("{}")
+    writers = [FolderWriter(tmp_path / "target") for _ in range(2)]
+    for writer in writers:
+        writer.add("layer", WEIGHTS["layer.0"])
+    for writer in writers:
+        writer.finish(tmp_path / "source", "float32")
+        assert load_file(tmp_path / "target" / "model.safetensors").keys() == {"layer"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target", of_another_host.name]
 
 
 def test_one_file_has_the_name_of_all(tmp_path: Path) -> None:
