@@ -131,7 +131,7 @@ def faults(*words: str) -> list[str]:
 
 @pytest.fixture
 def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of Hugging Face's datasets, and a file, each with one problem; the latter's names no verifier of ours."""
+    """A folder of Hugging Face's datasets, and a file, each with one problem; the latter's has no verifier."""
     monkeypatch.chdir(tmp_path)
     good = {"prompt": "1+1=", "answer": "2", "verifier": "exact"}
     (tmp_path / "saved").mkdir()
@@ -179,7 +179,7 @@ def test_the_doctor_takes_all_that_a_run_takes(rows: Path) -> None:
         ),
         (
             ("quickstart_plain", "--rollout.engine.extra-args", "chunked_prefil_size=16"),
-            "got 'chunked_prefil_size', expected an argument of SGLang's ServerArgs. Did you mean chunked_prefill_size?",
+            "got 'chunked_prefil_size', expected an argument of SGLang's ServerArgs. Did you mean chunked_prefill_",
         ),
     ],
 )

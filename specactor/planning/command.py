@@ -70,8 +70,8 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(Inputs):
-    """Ranks plans of a rollout: plain decoding, coupled and decoupled speculation. ``specactor plan RECIPE [--devices N]
-    [--device D] [--key.path value ...]`` says what a recipe takes of each device's memory."""
+    """Ranks plans of a rollout: plain decoding, coupled and decoupled speculation. What a recipe takes of each device's
+    memory: specactor plan RECIPE [--devices N] [--device D] [--key.path value ...]"""
 
     requests: int = 2048
     """That are there to run at once, in the whole cluster."""

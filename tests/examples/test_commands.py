@@ -76,5 +76,5 @@ def test_a_command_finds_its_problems(name: str, model: Path) -> None:
 
 def test_sokoban_on_a_recipe_of_another_task_is_caught(model: Path) -> None:
     words = ["grpo", *COMMANDS["sokoban 0"][1:]]
-    with pytest.raises((ConfigError, DataError), match="prompt_template|warmup.solver"):
+    with pytest.raises((ConfigError, DataError), match=r"prompt_template|warmup.solver"):
         check(load([str(model) if word == "FOLDER" else word for word in words]), model)

@@ -1,4 +1,4 @@
-"""The names of SGLang's server arguments, read from its files: importing it takes seconds, and patches other packages."""
+"""The names of SGLang's server arguments, read from its files: its import takes seconds, and patches others."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ def known_arguments() -> frozenset[str]:
     spec = find_spec("sglang")
     if spec is None or spec.origin is None:
         return frozenset()
-    files = (Path(spec.origin).parent / FIELDS).glob("[!_]*.py")
-    return frozenset(
-        name for file in files for name in re.findall(r"^    ([a-z]\w*): ", file.read_text(), re.MULTILINE)
-    )
+    texts = [file.read_text() for file in (Path(spec.origin).parent / FIELDS).glob("[!_]*.py")]
+    return frozenset(name for text in texts for name in re.findall(r"^    ([a-z]\w*): ", text, re.MULTILINE))
 
 
 def check_extra_args(engine: EngineConfig) -> None:

@@ -26,7 +26,7 @@ def make_drafters(config: SpeculationConfig, *, connect: Callable[[str], Drafter
 
 
 def check_drafters(config: SpeculationConfig) -> None:
-    """Raise ConfigError for a name that no engine can make a drafter of, and what `CostTable.read` raises. No drafter is
+    """Raise ConfigError for a name that no engine can make a drafter of, and what `CostTable.read` raises. None is
     made."""
     if config.mode == "off":
         return

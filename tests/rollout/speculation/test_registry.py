@@ -73,5 +73,5 @@ def test_a_cost_table_is_read_in_every_mode(text: str, tmp_path: Path) -> None:
     if text:
         table.write_text(text)
     for mode in ("coupled", "auto"):
-        with pytest.raises(SpecActorError, match="cost.table: got"):
+        with pytest.raises(SpecActorError, match=r"cost.table: got"):
             check_drafters(SpeculationConfig(mode=mode, cost_table=str(table)))  # type: ignore[arg-type]
