@@ -185,7 +185,7 @@ COMMANDS: dict[str, Command] = {
 ARGUMENTS = {
     "diff": "RUN RUN [--out FILE]",
     "drafter": "init|train|eval [...]",
-    "plan": "[RECIPE [--key.path value ..]] [--model NAME|FOLDER] [--devices N] [--requests N] [--cost-table FILE] [...]",
+    "plan": "[RECIPE [--key.path value]] [--model NAME|FOLDER] [--devices N] [--requests N] [--cost-table FILE] [...]",
     "profile": "RECIPE [--out FILE] [--limit SECONDS] [--key.path value ...]",
     "replay": "RUN --step N [--group G ... | --sample G.K ...] [--nproc N] [--key.path value ...]",
     "report": "RUN [--out FILE]",
