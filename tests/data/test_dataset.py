@@ -287,7 +287,8 @@ BAD_ROWS: dict[str, tuple[Mapping[str, object] | str | bytes, str]] = {
     "slime's": (
         {"prompt": "2+2=", "label": "4"},
         "got the columns of slime, expected prompt, answer and verifier. Rename them, or give a function "
-        'module:function that returns rows {"prompt": row["prompt"], "answer": row["label"], "verifier": "math-verify"}.',
+        'module:function that returns rows {"prompt": row["prompt"], "answer": row["label"], '
+        '"verifier": "math-verify"}.',
     ),
     "messages as a prompt": (
         {"prompt": [{"role": "user", "content": "2+2="}], "answer": "4", "verifier": "exact"},
