@@ -1,10 +1,11 @@
 """Sokoban of reasoning-gym, one move a turn: the policy says U, D, L or R, and sees the board that comes of it.
 
-    launch/train_moe.py grpo --model.path FOLDER --data.train examples.sokoban:train \\
-        --data.eval examples.sokoban:held_out --data.prompt-template "{prompt}" --rollout.max-new-tokens 2048
+    torchrun --nproc-per-node 2 launch/train_moe.py custom_reward --model.path FOLDER --rollout.max-new-tokens 2048 \\
+        --data.train examples.sokoban:train --data.eval examples.sokoban:held_out
 
 The board is reasoning-gym's, so the moves of a solved game are a solution by the task's own scorer. What is no move, or
 is blocked, is told and changes nothing. A game that is not solved within `rollout.max_new_tokens` has reward 0.
+FOLDER has a mixture of experts with a chat template; for a dense model add --parallel.expert 1.
 """
 
 from collections.abc import Iterator, Sequence

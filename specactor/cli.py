@@ -185,13 +185,14 @@ COMMANDS: dict[str, Command] = {
 ARGUMENTS = {
     "diff": "RUN RUN [--out FILE]",
     "drafter": "init|train|eval [...]",
-    "plan": "[RECIPE] [--model NAME|FOLDER] [--devices N] [--requests N] [--cost-table FILE] [...]",
+    "plan": "[RECIPE [--key.path value]] [--model NAME|FOLDER] [--devices N] [--requests N] [--cost-table FILE] [...]",
     "profile": "RECIPE [--out FILE] [--limit SECONDS] [--key.path value ...]",
     "replay": "RUN --step N [--group G ... | --sample G.K ...] [--nproc N] [--key.path value ...]",
     "report": "RUN [--out FILE]",
     "simulate": "[--model NAME|FOLDER] [--devices N] [--modes MODE ...] [...]",
 }
 OWN_HELP = ("drafter", "plan", "simulate")  # their ``--help`` lists every setting
+TRAIN = "Train with: torchrun --nproc-per-node N launch/train_moe.py"
 RECIPE = "[RECIPE [--key.path value ...]]"
 
 
@@ -201,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="specactor",
         description=specactor.__doc__,
-        epilog="Train with: torchrun --nproc-per-node N launch/train_moe.py RECIPE [--key.path value ...]",
+        epilog=f"{TRAIN} {RECIPE[1:-1]}",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, function in COMMANDS.items():
@@ -211,6 +212,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(words) == 2 and words[0] in COMMANDS and words[1] in ("-h", "--help") and words[0] not in OWN_HELP:
         print(f"usage: specactor {words[0]} {ARGUMENTS.get(words[0], RECIPE)}\n\n{inspect.getdoc(COMMANDS[words[0]])}")
         return 0
+    if words and words[0] == "train":
+        rest = " ".join(words[1:]) or "RECIPE [--key.path value ...]"
+        print(f"error: specactor does not train. {TRAIN} {rest}", file=sys.stderr)
+        return 2
     if words and words[0] in COMMANDS:
         return COMMANDS[words[0]](words[1:])
     parser.parse_args(words)

@@ -9,9 +9,10 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -24,9 +25,9 @@ from rich.table import Table
 
 from specactor.config import Config
 from specactor.config.rollout import check_attention, guarantee
-from specactor.errors import ConfigError
+from specactor.errors import ConfigError, SpecActorError
 from specactor.parallel.devices import Devices, detect
-from specactor.parallel.layout import ModelShape
+from specactor.parallel.layout import ModelShape, check, longest_prompt, smallest_world
 from specactor.replay.records import reach
 from specactor.trainer import fusions
 
@@ -143,10 +144,14 @@ def tokens(config: Config, *, gpu: bool) -> Finding:
     try:
         check_attention(config.rollout.engine, gpu=gpu)
     except ConfigError as error:
-        found, _, remedy = str(error).partition(". ")
-        return Finding(component="attention", found=found, fatal=True, remedy=remedy)
+        return _fault("attention", error)
     arithmetic, promise = guarantee(config.rollout.engine, gpu=gpu, dtype=config.model.dtype)
     return Finding(component="attention", found=f"{arithmetic}: {promise}")
+
+
+def _fault(component: str, error: Exception) -> Finding:
+    found, _, remedy = str(error).partition(". ")
+    return Finding(component=component, found=found.removeprefix(f"{component}: "), fatal=True, remedy=remedy)
 
 
 def joined_kernels(config: Config, transformer_engine: bool) -> Finding:
@@ -284,7 +289,7 @@ def loopback() -> Finding:
 
 
 def _recipe(config: Config) -> list[Finding]:
-    findings = []
+    findings, shape = [], None
     if config.model.tiny is None:
         try:
             shape = ModelShape.read(Path(config.model.path))
@@ -295,8 +300,37 @@ def _recipe(config: Config) -> list[Finding]:
             findings.append(Finding(component="model", found=str(error), fatal=True, remedy=remedy))
     else:
         findings.append(Finding(component="model", found="a tiny model, made on the spot"))
-    for name, source in (("data.train", config.data.train_source), ("data.eval", config.data.eval_source(1))):
-        if source.path and ":" not in source.path and not Path(source.path).is_file():
-            remedy = f"Correct --{name}."
-            findings.append(Finding(component=name, found=f"{source.path} is not a file", fatal=True, remedy=remedy))
+    try:
+        checks = list(_checks(config, shape))
+    except ImportError as error:  # `pinned` says what is missing
+        return [*findings, Finding(component="recipe", found="not checked", used=str(error))]
+    for component, look in checks:
+        try:
+            look()
+        except (SpecActorError, OSError) as error:
+            findings.append(_fault(component, error))
     return findings
+
+
+def _checks(config: Config, shape: ModelShape | None) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield what a run refuses before it starts an engine."""
+    from specactor import hooks
+    from specactor.data.dataset import check_source
+    from specactor.data.tokenizer import VOCAB_SIZE
+    from specactor.rollout.drafter_start import check_in_engines, check_tokenizers
+    from specactor.rollout.sglang.arguments import check_extra_args
+    from specactor.rollout.speculation.registry import check_drafters
+
+    policy = ModelShape.of_tiny(config.model.tiny, VOCAB_SIZE) if config.model.tiny else shape
+    if policy is not None:
+        yield "layout", partial(check, config, smallest_world(config.parallel), policy)
+        yield "lengths", partial(longest_prompt, config, policy.max_position)
+        yield "draft model", partial(check_in_engines, config, policy)
+    yield "draft model", partial(check_tokenizers, config)
+    yield "drafters", partial(check_drafters, config.rollout.speculation)
+    yield "engine", partial(check_extra_args, config.rollout.engine)
+    yield "hooks", partial(hooks.check, config)
+    data, count = config.data, config.eval.problems
+    yield "data.train", partial(check_source, data.train_source)
+    yield from (("data.mix", partial(check_source, source)) for source in data.mixed_sources)
+    yield from (("data.eval", partial(check_source, s)) for s in (data.eval_sources(count) if count else {}).values())

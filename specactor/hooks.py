@@ -22,7 +22,7 @@ __all__ = ["Advantage", "Agent", "AsyncReward", "DataSource", "Environment", "Gr
 
 
 class Reward(Protocol):
-    """A ``verifier`` scores in [0, 1]; async ones are awaited together."""
+    """A ``verifier`` scores with any finite number; 1 is solved. Async ones are awaited together."""
 
     def __call__(self, response: str, problem: Problem, /) -> float: ...
 

@@ -14,6 +14,7 @@ import difflib
 import importlib
 import importlib.util
 import json
+import re
 import sys
 import sysconfig
 import time
@@ -43,7 +44,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 QUIET_EXIT_S = 3.0
 IMPORTS = "imports.json"  # in the folder of a run: from where its own functions and classes are imported
 Scalar = str | int | float | bool
-# Short names that other systems use, and the field that is meant.
+# Names in other systems, and the field that is meant.
 USUAL_NAMES = {
     "lr": "train.learning_rate",
     "tp": "parallel.tensor",
@@ -52,6 +53,39 @@ USUAL_NAMES = {
     "ep": "parallel.expert",
     "etp": "parallel.expert_tensor",
     "cp": "parallel.context",
+    "n": "rollout.group_size",
+    "n_samples_per_prompt": "rollout.group_size",
+    "num_generations": "rollout.group_size",
+    "train_batch_size": "rollout.prompts_per_step",
+    "rollout_batch_size": "rollout.prompts_per_step",
+    "max_response_length": "rollout.max_new_tokens",
+    "rollout_max_response_len": "rollout.max_new_tokens",
+    "rollout_temperature": "rollout.temperature",
+    "gpu_memory_utilization": "rollout.engine.memory_fraction",
+    "sglang_mem_fraction_static": "rollout.engine.memory_fraction",
+    "rollout_num_gpus_per_engine": "parallel.engine_tensor",
+    "pipeline_model_parallel_size": "parallel.pipeline",
+    "expert_model_parallel_size": "parallel.expert",
+    "context_parallel_size": "parallel.context",
+    "adv_estimator": "algorithm.advantage",
+    "advantage_estimator": "algorithm.advantage",
+    "loss_agg_mode": "algorithm.aggregation",
+    "kl_loss_coef": "algorithm.kl_coef",
+    "eps_clip": "algorithm.clip_low",
+    "eps_clip_high": "algorithm.clip_high",
+    "clip_ratio_low": "algorithm.clip_low",
+    "clip_ratio_high": "algorithm.clip_high",
+    "hf_checkpoint": "model.path",
+    "train_files": "data.train",
+    "val_files": "data.eval",
+    "prompt_data": "data.train",
+    "total_training_steps": "train.steps",
+    "num_rollout": "train.steps",
+    "save_freq": "checkpoint.every",
+    "save_interval": "checkpoint.every",
+    "test_freq": "eval.every",
+    "eval_interval": "eval.every",
+    "experiment_name": "name",
 }
 
 
@@ -270,6 +304,8 @@ def _parse_pairs(words: list[str]) -> dict[str, Scalar]:
         key, equals, text = word.partition("=")
         if not key or not equals:
             raise ValueError(f"{word!r} is not KEY=VALUE")
+        if re.search(r",\s*[A-Za-z_]\w*=", text):
+            raise ValueError(f"{word!r} has several pairs")
         try:
             value = json.loads(text)
         except json.JSONDecodeError:
@@ -305,7 +341,9 @@ def _one_line(event: tyro_errors.ParseErrorEvent, argv: Sequence[str], unknown: 
     expected = f"one of {', '.join(choices)}" if choices else argument.lowered.metavar
     flag = argument.lowered.name_or_flags[-1]
     key = flag.removeprefix("--").replace("-", "_")
-    return f"{key}: got {_given(flag, argv)}, expected {expected}. Its meaning: {event.prog} --help"
+    pairs = "KEY=VALUE" in expected and "," in _given(flag, argv)
+    remedy = "Separate pairs by blanks." if pairs else f"Its meaning: {event.prog} --help"
+    return f"{key}: got {_given(flag, argv)}, expected {expected}. {remedy}"
 
 
 def _given(flag: str, argv: Sequence[str]) -> str:

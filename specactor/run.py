@@ -47,7 +47,9 @@ from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_start import check_in_engines, check_tokenizers, start_drafters
 from specactor.rollout.grading import Grading
 from specactor.rollout.pool import EnginePool
+from specactor.rollout.sglang.arguments import check_extra_args
 from specactor.rollout.sglang.engine_client import EngineSpec
+from specactor.rollout.speculation.registry import check_drafters
 from specactor.rollout.tail import tail_policy
 from specactor.run_folder import Replay, RunFolder, Status, checkpoint_to_resume
 from specactor.run_owner import RunOwner
@@ -132,6 +134,8 @@ def _checked(config: Config, world: int) -> Layout:
     check_attention(config.rollout.engine, gpu=bool(gpus()))
     check_in_engines(config, policy)
     check_tokenizers(config)
+    check_drafters(config.rollout.speculation)
+    check_extra_args(config.rollout.engine)
     for own in gpus()[:1]:
         with suppress(PlanError):  # of a model that is built in another way, nobody can say
             memory_of(config, world, own.memory_bytes).check()

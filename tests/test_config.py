@@ -96,6 +96,27 @@ WRONG: list[tuple[str, str]] = [
         "hold the same batch. Use more engines: parallel.engines.",
     ),
     (
+        "--rollout.engine.extra-args tp_size=4",
+        "rollout.engine.extra_args: got 'tp_size', expected another argument. Use parallel.engine_tensor.",
+    ),
+    (
+        "--rollout.engine.extra-args mem_fraction_static=0.9",
+        "rollout.engine.extra_args: got 'mem_fraction_static', expected another argument. "
+        "Use rollout.engine.memory_fraction.",
+    ),
+    *(
+        (
+            f"--rollout.engine.extra-args {word}",
+            f"rollout.engine.extra_args: got '{word.partition('=')[0]}', expected another argument. "
+            "Engines hold the trainer's weights as they are, in model.dtype.",
+        )
+        for word in ("quantization=fp8", "enable_lora=true")
+    ),
+    (
+        "--data.params max_n=99,min_n=1",
+        "data.params: got 'max_n=99,min_n=1', expected [KEY=VALUE ...]. Separate pairs by blanks.",
+    ),
+    (
         "--rollout.engine.extra-args speculative_algorithm=EAGLE",
         "rollout.engine.extra_args: got ['speculative_algorithm'], expected no speculative_* argument. SGLang's own "
         "speculation does not keep the text: on a GPU it accepts drafts by coins that plain decoding does not toss, on "

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.ipc
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
 from specactor.doctor import STACKS, Finding, loopback, report, room, stack
+from specactor.doctor import _recipe as recipe_findings
+from specactor.recipes import load
 
+AUTO = ("--rollout.speculation.mode", "auto", "--rollout.speculation.drafters")
+DRAFT = ("--rollout.speculation.draft-model",)
 COMMAND = str(Path(sys.executable).parent / "specactor")
 
 
@@ -122,7 +129,71 @@ def test_the_doctor_reads_the_model_of_a_recipe(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "expected a folder with config.json" in done.stdout
     assert "trained again" in done.stdout, "how far back a replay reaches"
-    assert "error: data.train: data/math_train.jsonl is not a file. Correct --data.train." in done.stdout
+    assert "error: data.train: data/math_train.jsonl: no such file. Check the path" in done.stdout
+
+
+def faults(*words: str) -> list[str]:
+    """What the doctor finds wrong with a recipe."""
+    findings = recipe_findings(load([*words]))
+    return [f"{finding.component}: {finding.found}. {finding.remedy}" for finding in findings if finding.fatal]
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of Hugging Face's datasets, and a file, each with one problem; the latter's has no verifier."""
+    monkeypatch.chdir(tmp_path)
+    good = {"prompt": "1+1=", "answer": "2", "verifier": "exact"}
+    (tmp_path / "saved").mkdir()
+    table = pyarrow.Table.from_pylist([good])
+    with pyarrow.OSFile("saved/data.arrow", "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    (tmp_path / "saved/state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    (tmp_path / "bad.jsonl").write_text(json.dumps(good | {"verifier": "nowhere:score"}))
+    return tmp_path
+
+
+OWN = ("custom_reward", "--data.train", "./saved")
+
+
+def test_the_doctor_takes_all_that_a_run_takes(rows: Path) -> None:
+    assert faults(*OWN, "--eval.problems", "0") == []
+    assert faults("quickstart") == faults("calculator") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((*OWN, "--data.eval", "bad.jsonl"), "data.eval: bad.jsonl, line 1: verifier: got 'nowhere:score'"),
+        ((*OWN, "--data.eval", "examples.hooks:rows", "bad.jsonl"), "data.eval: bad.jsonl, line 1: verifier: got"),
+        ((*OWN, "--data.mix", "none.jsonl", "1", "--eval.problems", "0"), "data.mix: none.jsonl: no such file."),
+        (
+            ("quickstart_plain", *OWN[1:], "--eval.problems", "0"),
+            "prompt_template: got {number}, expected one of prompt",
+        ),
+        (("quickstart", "--data.train", "gsm8k"), "Nothing is downloaded: save it with the save_to_disk"),
+        ((*OWN[:2], "openai/gsm8k", "--eval.problems", "0"), "Nothing is downloaded: save it with the save_to_disk"),
+        (("quickstart", "--data.eval", "Makefile"), "got 'Makefile', expected the name of a reasoning-gym task."),
+        (
+            ("quickstart", "--parallel.expert", "3"),
+            "parallel.expert: got 3, expected a divisor of the model's 8 experts",
+        ),
+        (("quickstart_plain", *AUTO, "sufix"), "got 'sufix', expected suffix, previous"),
+        (
+            ("quickstart_plain", *AUTO, "model", *DRAFT, "none"),
+            "draft_model: got 'none', expected the folder of a Hugging",
+        ),
+        (
+            ("quickstart_plain", *AUTO, "decoupled", *DRAFT, "none", "--parallel.drafters", "1"),
+            "draft_model: got 'none', expected the folder of a Hugging",
+        ),
+        (
+            ("quickstart_plain", "--rollout.engine.extra-args", "chunked_prefil_size=16"),
+            "got 'chunked_prefil_size', expected an argument of SGLang's ServerArgs. Did you mean chunked_prefill_",
+        ),
+    ],
+)
+def test_the_doctor_refuses_what_a_run_refuses(words: tuple[str, ...], told: str, rows: Path) -> None:
+    assert any(told in fault for fault in faults(*words)), faults(*words)
 
 
 def test_a_missing_package_is_fatal_and_extras_are_not(tmp_path: Path) -> None:

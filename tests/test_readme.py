@@ -12,8 +12,12 @@ import pytest
 from benchmarks.pictures import PICTURES, spans, stored_trace
 from benchmarks.plots import CONTESTANTS, speeds
 from benchmarks.results import stored
+from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
 from specactor.data.verifiers import get_verifier
+from specactor.errors import DataError
+from specactor.recipes import load
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.run import _problems
 from specactor.types import Problem
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +33,23 @@ def test_its_reward_and_its_drafter_run() -> None:
     assert get_verifier("exact")("73", problem) == 1.0
     sequence = DraftSequence(request_id="a", prompt_ids=(1, 2), output_ids=[5, 6])
     assert mine["Repeat"]().propose([sequence], [3]) == [[6, 6, 6]]
+
+
+def test_its_data_can_be_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own recipe and settings, with its row and its reward."""
+    [code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    [(row, words)] = re.findall(r"^# (\{.*\}) +(\w+ --data.*)$", code, re.MULTILINE)
+    typed = f"from {Problem.__module__} import Problem\n" + code.partition("\n\n\n# --rollout")[0]
+    (tmp_path / "mine.py").write_text(typed)
+    (tmp_path / "problems.jsonl").write_text(row)
+    (tmp_path / "held_out.jsonl").write_text(row.replace("37", "48"))
+    make_char_tokenizer(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    problems, held_out = _problems(load(words.split()), load_tokenizer(tmp_path))
+    assert [problem.prompt for problem in (*problems, *held_out["eval"])] == ["37=", "48="]
+    with pytest.raises(DataError, match="prompt_template"):  # which a recipe of another task has
+        _problems(load(["dapo", *words.split()[1:]]), load_tokenizer(tmp_path))
 
 
 def test_pages_stay_short() -> None:

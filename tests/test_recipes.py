@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from specactor.config import Config
 from specactor.errors import ConfigError
 from specactor.parallel.layout import ModelShape, check
-from specactor.recipes import EXAMPLES, from_json, load, override, recipes, to_json
+from specactor.recipes import EXAMPLES, USUAL_NAMES, _keys, from_json, load, override, recipes, to_json
 
 NAMES = sorted(recipes())
 SHAPES = {
@@ -133,6 +133,29 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         load([f"{file}:big"])
     with pytest.raises(ConfigError, match=r"RECIPE: got '.*none.py', expected a file that exists. Check the path."):
         load([str(tmp_path / "none.py")])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("actor_rollout_ref.rollout.n", "rollout.group-size"),
+        ("data.max_response_length", "rollout.max-new-tokens"),
+        ("trainer.save_freq", "checkpoint.every"),
+        ("trainer.test_freq", "eval.every"),
+        ("algorithm.adv_estimator", "algorithm.advantage"),
+        ("rollout-batch-size", "rollout.prompts-per-step"),
+        ("hf-checkpoint", "model.path"),
+        ("eps-clip", "algorithm.clip-low"),
+        ("kl_loss_coef", "algorithm.kl-coef"),
+    ],
+)
+def test_names_of_other_systems_lead_to_ours(theirs: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Did you mean --{ours}\?"):
+        load(["grpo", f"--{theirs}", "1"])
+
+
+def test_all_such_names_are_of_settings() -> None:
+    assert {*USUAL_NAMES.values()} <= {*_keys(load(["ppo"]))}
 
 
 def test_an_unknown_recipe_suggests_the_nearest() -> None:

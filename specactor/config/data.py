@@ -16,6 +16,8 @@ EVAL_SEED = 10_000_000
 """Of the generator of held-out problems; that of training problems has 0. reasoning-gym draws problem i with seed + i,
 so two sources share no problem as long as each has fewer than this."""
 
+NOT_DOWNLOADED = "Nothing is downloaded: save it with the save_to_disk of datasets, or give module:function."
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:

@@ -13,6 +13,7 @@ from specactor.config.rules import require, rules_of
 from specactor.config.speculation import INEXACT, SpeculationConfig
 
 ONE_BATCH = "All ranks of an engine must hold the same batch. Use more engines: parallel.engines."
+AS_TRAINED = "Engines hold the trainer's weights as they are, in model.dtype."
 NOT_EXTRA = {
     "enable_deterministic_inference": "It is always on: the noise of a token is keyed by it.",
     "sampling_backend": "Tokens are drawn with noise of their own, by one backend.",
@@ -20,8 +21,28 @@ NOT_EXTRA = {
     "enable_dp_attention": ONE_BATCH,
     "dp_size": ONE_BATCH,
     "pp_size": ONE_BATCH,
+    "quantization": AS_TRAINED,
+    "torchao_config": AS_TRAINED,
+    "enable_lora": AS_TRAINED,
+    "lora_paths": AS_TRAINED,
+    "load_format": "Weights come from the trainer.",
+    "context_length": "It follows from the model, rollout.max_new_tokens and train.tokens_per_microbatch.",
+    "device": "Each engine has those of its ranks: parallel.engines, parallel.engine_tensor.",
+    "skip_tokenizer_init": "Engines take and give tokens alone.",
+    "incremental_streaming_output": "Responses are read as they come by default.",
+    "enable_memory_saver": "It is on where torch-memory-saver is installed.",
 }
-"""Arguments of SGLang with which tokens would be others, or engines hang, and why."""
+"""Arguments of SGLang with which tokens would be others, or engines hang or fail, and why."""
+SET_ELSEWHERE = {
+    "model_path": "model.path",
+    "dtype": "model.dtype",
+    "tp_size": "parallel.engine_tensor",
+    "max_running_requests": "rollout.engine.max_running_requests",
+    "max_total_tokens": "rollout.engine.max_total_tokens",
+    "mem_fraction_static": "rollout.engine.memory_fraction",
+    "random_seed": "seed",
+}
+"""Those that a setting sets, which the layout and the trainer know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +81,8 @@ class EngineConfig:
         named = [name.replace("-", "_") for name in self.extra_args]
         own = sorted(name for name in named if name.startswith("speculative_"))
         require(not own, "rollout.engine.extra_args", own, "no speculative_* argument", INEXACT)
-        for name, way in NOT_EXTRA.items():
+        settings = {name: f"Use {setting}." for name, setting in SET_ELSEWHERE.items()}
+        for name, way in (NOT_EXTRA | settings).items():
             require(name not in named, "rollout.engine.extra_args", name, "another argument", way)
         rule("max_running_requests", self.max_running_requests >= 1, ">= 1", "Use a positive number.")
         rule("memory_fraction", 0 < self.memory_fraction < 1, "between 0 and 1", "Use for example 0.5.")

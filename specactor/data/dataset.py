@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -22,6 +22,7 @@ import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from specactor.config import SourceConfig
+from specactor.config.data import NOT_DOWNLOADED
 from specactor.config.rules import COMPACT
 from specactor.data import chat, verifiers
 from specactor.data.environment import environment_of
@@ -32,6 +33,7 @@ from specactor.types import DrawnProblem, Problem
 COLUMNS = ("prompt", "answer", "verifier")
 MAX_LISTED = 5  # bad rows that one error lists; all are counted
 TOKENIZED_TOGETHER = 1024
+_NO_ROWS = "{}: got no rows, expected at least one. Check the path."
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow: a file without it was cut, maybe between two batches
 
 
@@ -109,8 +111,28 @@ def build_dataset(source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, m
     if num_bad:
         raise DataError(_report(name, bad, num_bad, num_bad + len(problems)))
     if not problems:
-        raise DataError(f"{name}: got no rows, expected at least one. Check the path.")
+        raise DataError(_NO_ROWS.format(name))
     return Dataset(problems)
+
+
+def check_source(source: SourceConfig) -> None:
+    """Look at a task, a function or a file's first row, without a tokenizer. Raises ConfigError, or DataError."""
+    if source.task:
+        row = next(_task_rows(replace(source, size=1)))
+        reason, where = row.reason, row.where
+    elif ":" in source.path:
+        _function_of(source.path)
+        return
+    else:
+        first = next(read_rows(Path(source.path)), None)
+        if first is None:
+            raise DataError(_NO_ROWS.format(source.path))
+        reason, where = first.reason or _wrong_column(first), first.where
+        if not reason and "prompt" in first.columns:
+            reason = _prompt(source, first.columns["prompt"], _metadata(first))[1]
+        reason = reason or _verifier_fault(first.columns["verifier"])
+    if reason:
+        raise DataError(f"{source.task or source.path}, {where}: {reason}.")
 
 
 def _report(name: str, bad: Sequence[str], num_bad: int, num_rows: int) -> str:
@@ -139,7 +161,7 @@ def _task_rows(source: SourceConfig) -> Iterator[_Unchecked]:
 
 def _file_rows(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[_Unchecked]:
     for row in called_rows(source.path) if ":" in source.path else read_rows(Path(source.path)):
-        metadata = {name: value for name, value in row.columns.items() if name not in COLUMNS}
+        metadata = _metadata(row)
         reason = row.reason or _wrong_column(row)
         prompt = ""
         if not reason and "messages" in metadata:
@@ -157,6 +179,10 @@ def _file_rows(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iter
             metadata=metadata,
             is_rendered="messages" in metadata,
         )
+
+
+def _metadata(row: Row) -> dict[str, object]:
+    return {name: value for name, value in row.columns.items() if name not in COLUMNS}
 
 
 def _of_messages(messages: object, tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
@@ -183,13 +209,33 @@ def _wrong_column(row: Row) -> str:
         if name not in row.columns:
             nearest = difflib.get_close_matches(name, row.columns, n=1)
             hint = f". Did you mean {nearest[0]}? Rename it" if nearest else ". Add it"
-            return f"{name}: missing, expected a text{hint}"
+            return _of_others(row.columns) or f"{name}: missing, expected a text{hint}"
         value = row.columns[name]
+        if name == "prompt" and chat.are_messages(value):
+            return _of_others(row.columns) or "prompt: got messages, expected a text. Rename the column to messages"
         if not isinstance(value, str):
             return f"{name}: got {str(value)[:80]} ({type(value).__name__}), expected a text. Put it in quotes"
         if not value.strip():
             return f"{name}: got {value!r}, expected a text that is not empty. Remove the row"
     return ""
+
+
+def _of_others(columns: Mapping[str, object]) -> str:
+    """Return what to do with the columns of verl or slime, or nothing."""
+    judged = columns.get("reward_model")
+    if "answer" in columns:
+        return ""
+    if isinstance(judged, Mapping) and "ground_truth" in judged:
+        whose, answer = "verl", 'row["reward_model"]["ground_truth"]'
+    elif "label" in columns:
+        whose, answer = "slime", 'row["label"]'
+    else:
+        return ""
+    said = "prompt" if isinstance(columns.get("prompt"), str) else "messages"
+    return (
+        f"got the columns of {whose}, expected {said}, answer and verifier. Rename them, or give a function "
+        f'module:function that returns rows {{"{said}": row["prompt"], "answer": {answer}, "verifier": "math-verify"}}'
+    )
 
 
 def _prompt(source: SourceConfig, prompt: str, values: Mapping[str, object]) -> tuple[str, str]:
@@ -243,13 +289,16 @@ def _objection(problem: Problem, tokenizer: PreTrainedTokenizerBase, max_prompt_
             f"prompt: got {len(ids)} tokens, expected at most {max_prompt_tokens} (the model's context less "
             "rollout.max_new_tokens). Shorten it, or lower rollout.max_new_tokens"
         )
+    return _verifier_fault(problem.verifier) or verifiers.unscorable(problem) or ""
+
+
+def _verifier_fault(name: str) -> str:
     try:
-        if environment_of(problem.verifier):
-            return ""
-        verifiers.get_verifier(problem.verifier)
+        if not environment_of(name):
+            verifiers.get_verifier(name)
     except DataError as error:
         return f"verifier: {str(error).removesuffix('.')}"
-    return verifiers.unscorable(problem) or ""
+    return ""
 
 
 def _unknown(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -276,9 +325,7 @@ class Row:
 def called_rows(name: str) -> Iterator[Row]:
     """Yield the rows of a function at ``module:function``, the same on every rank. Raises DataError for none, or its
     error."""
-    function = verifiers.find(name)
-    if not callable(function):
-        raise DataError(f"data source {name}: a {type(function).__name__}, expected a function without arguments.")
+    function = _function_of(name)
     number = 0
     try:
         for number, columns in enumerate(function(), start=1):
@@ -293,6 +340,13 @@ def called_rows(name: str) -> Iterator[Row]:
         ) from error
 
 
+def _function_of(name: str) -> Callable[[], Iterable[object]]:
+    function = verifiers.find(name)
+    if not callable(function):
+        raise DataError(f"data source {name}: a {type(function).__name__}, expected a function without arguments.")
+    return function
+
+
 def read_rows(path: Path) -> Iterator[Row]:
     """Read a file or folder. Raises DataError when any part is unreadable."""
     if path.is_dir():
@@ -300,7 +354,8 @@ def read_rows(path: Path) -> Iterator[Row]:
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:
         raise DataError(
-            f"{path}: got {path.suffix!r}, expected a .jsonl or .parquet file, or a folder that is there. Convert it."
+            f"{path}: got {path.suffix!r}, expected a .jsonl or .parquet file, or a folder that is there. Convert it. "
+            f"{NOT_DOWNLOADED}"
         )
     if not path.is_file():
         raise DataError(f"{path}: no such file. Check the path; it is relative to the folder where the run starts.")

@@ -13,6 +13,7 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
+from specactor.config.data import NOT_DOWNLOADED
 from specactor.errors import ConfigError, DataError
 from specactor.types import Problem
 
@@ -23,7 +24,8 @@ def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int
     """Return a reasoning-gym data set of `size` entries; entry i is drawn with seed + i. Raises ConfigError for a
     refused task, parameter or value."""
     if task not in DATASETS:
-        remedy = f"A folder is named ./{task}." if Path(task).exists() else _did_you_mean(task, DATASETS)
+        elsewhere = f"See the list of tasks of reasoning-gym. {NOT_DOWNLOADED}"
+        remedy = f"A folder is named ./{task}." if Path(task).exists() else _did_you_mean(task, DATASETS, elsewhere)
         raise ConfigError.at("data.train, data.eval", task, "the name of a reasoning-gym task", remedy)
     known = [item.name for item in fields(DATASETS[task][1])]
     for name in params:
@@ -32,7 +34,10 @@ def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int
             raise ConfigError.at("data.params", name, "a parameter of the task", remedy)
         if name not in known:
             raise ConfigError.at(
-                "data.params", name, f"a parameter of {task} ({', '.join(known)})", _did_you_mean(name, known)
+                "data.params",
+                name,
+                f"a parameter of {task} ({', '.join(known)})",
+                _did_you_mean(name, known, "Leave it out."),
             )
     try:
         return reasoning_gym.create_dataset(task, size=size, seed=seed, **params)
@@ -87,6 +92,6 @@ def _scorer(task: str, params: str) -> Callable[[str, Entry], float]:
     return scorer
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
+def _did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
     nearest = difflib.get_close_matches(name, list(known), n=1)
-    return f"Did you mean {nearest[0]}?" if nearest else "See the list of tasks of reasoning-gym."
+    return f"Did you mean {nearest[0]}?" if nearest else otherwise

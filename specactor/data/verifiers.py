@@ -29,6 +29,7 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from numbers import Real
+from pathlib import PurePath
 from urllib.parse import urlsplit
 
 import msgspec
@@ -94,9 +95,12 @@ def find(name: str) -> object:
         nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"Did you mean {nearest[0]}?" if nearest else "Name one of them, or write module:function."
         raise DataError(f"got {name!r}, expected one of {', '.join(BUILT_IN)}, or module:function. {hint}")
+    if module.endswith(".py") or "/" in module:
+        own = f"{PurePath(module).stem}:{attribute}"
+        raise DataError(f"got {name!r}, expected an import path. Write {own}, with its folder on PYTHONPATH.")
     try:
         found: object = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise DataError(
             f"got {name!r}, expected the import path of a function. Put its folder on PYTHONPATH. "
             f"It failed with: {error}."

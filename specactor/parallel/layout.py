@@ -7,6 +7,7 @@ first.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,12 @@ class Layout:
     def data(self) -> int:
         """Return how many copies see different sequences."""
         return self.world // (self.tensor * self.pipeline * self.context)
+
+
+def smallest_world(p: ParallelConfig) -> int:
+    """Return the fewest ranks that hold the model and the engines."""
+    once = math.lcm(p.tensor * p.pipeline * p.context, p.expert * p.expert_tensor * p.pipeline)
+    return once * max(1, math.ceil(p.engines * p.engine_tensor / once))
 
 
 def check(config: Config, world: int, shape: ModelShape) -> Layout:

@@ -70,7 +70,8 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(Inputs):
-    """Ranks plans of a rollout: plain decoding, coupled and decoupled speculation."""
+    """Ranks plans of a rollout: plain decoding, coupled and decoupled speculation. What a recipe takes of each device's
+    memory: specactor plan RECIPE [--devices N] [--device D] [--key.path value ...]"""
 
     requests: int = 2048
     """That are there to run at once, in the whole cluster."""
@@ -161,7 +162,7 @@ def show_memory(argv: Sequence[str], console: Console) -> None:
     parser.add_argument("--devices", type=int, default=PlanOptions.devices)
     parser.add_argument("--device", default=PlanOptions.device)
     options, rest = parser.parse_known_args(argv)
-    config, gpu = load(rest), device(options.device)
+    config, gpu = load(rest, prog=PROG), device(options.device)
     found = memory_of(config, options.devices, gpu.memory_bytes)
     of_host = host_memory_of(config, options.devices, gpu.node_devices)
     console.print(_memory_table(f"{config.name}: GB on each of {options.devices} {gpu.name}", found))

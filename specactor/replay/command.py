@@ -39,7 +39,7 @@ DIFFERENT = 1  # exit code where two runs differ
 def replay(argv: list[str], console: Console) -> int:
     """Run steps of a run again, and return the exit code, as `cli.replay` says."""
     options, overrides = _parser().parse_known_args(argv)
-    source = options.run.resolve()
+    source = _run(options.run).resolve()
     recorded, config = records.read(records.file_of(source, options.step)), config_of(source)
     what = Replay(step=options.step, alone=(*options.group, *options.sample))
     check(what, config, recorded)
@@ -92,7 +92,13 @@ def diff(argv: list[str], console: Console) -> int:
     parser.add_argument("b", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
-    return _say(options.a, options.b, console, out=options.out)
+    return _say(_run(options.a), _run(options.b), console, out=options.out)
+
+
+def _run(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ConfigError.at("RUN", str(folder), "the folder of a run, for example runs/quickstart", "No such run.")
+    return folder
 
 
 def check(what: Replay, config: Config, recorded: StepRecord) -> None:

@@ -168,7 +168,7 @@ def draft_shape(folder: str) -> ModelShape:
 
 
 def check_in_engines(config: Config, policy: ModelShape) -> None:
-    """Raise ConfigError for draft models that this policy's engines cannot run."""
+    """Raise ConfigError for draft models that this policy's engines, or drafter processes, cannot run."""
     speculation = config.rollout.speculation
     if speculation.uses_mtp and not policy.has_mtp:
         raise ConfigError.at(
@@ -177,6 +177,7 @@ def check_in_engines(config: Config, policy: ModelShape) -> None:
             f"others, since {config.model.path} has no MTP layer",
             "Train a MiMo model, or make an EAGLE-3 head: specactor drafter init ... start:eagle3-start.",
         )
+    _contexts({n: of for n, of in speculation.in_processes.items() if of not in MADE_BY_WARM_UP}, policy.max_position)
     models = [*speculation.in_engines.values()]
     shapes = {folder: draft_shape(folder) for folder in models if folder not in MADE_BY_WARM_UP}  # which fit
     for folder, draft in shapes.items():

@@ -278,6 +278,33 @@ def test_special_tokens_in_a_prompt_are_mere_text(tmp_path: Path, tokenizer: Pre
 MISSING_ANSWER = {"prompt": "2+2=", "verifier": "exact"}
 BAD_ROWS: dict[str, tuple[Mapping[str, object] | str | bytes, str]] = {
     "a column is missing": (MISSING_ANSWER, "answer: missing, expected a text. Add it."),
+    "verl's": (
+        {
+            "prompt": [{"role": "user", "content": "2+2="}],
+            "data_source": "gsm8k",
+            "reward_model": {"style": "rule", "ground_truth": "4"},
+        },
+        "got the columns of verl, expected messages, answer and verifier. Rename them, or give a function "
+        'module:function that returns rows {"messages": row["prompt"], "answer": '
+        'row["reward_model"]["ground_truth"], "verifier": "math-verify"}.',
+    ),
+    "slime's": (
+        {"prompt": "2+2=", "label": "4"},
+        "got the columns of slime, expected prompt, answer and verifier. Rename them, or give a function "
+        'module:function that returns rows {"prompt": row["prompt"], "answer": row["label"], '
+        '"verifier": "math-verify"}.',
+    ),
+    "messages as a prompt": (
+        {"prompt": [{"role": "user", "content": "2+2="}], "answer": "4", "verifier": "exact"},
+        "prompt: got messages, expected a text. Rename the column to messages.",
+    ),
+    **{
+        name: (
+            {"prompt": "2+2=", "answer": "4", "verifier": name},
+            f"verifier: got '{name}', expected an import path. Write mine:score, with its folder on PYTHONPATH.",
+        )
+        for name in ("./mine.py:score", "mine.py:score", "folder/mine:score")
+    },
     "a column is misspelt": (
         {**MISSING_ANSWER, "anwser": "4"},
         "answer: missing, expected a text. Did you mean anwser? Rename it.",

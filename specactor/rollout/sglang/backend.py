@@ -33,7 +33,7 @@ PROGRESS_TOKENS = 64  # a running request reports after this many tokens
 
 
 def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[str, Any]:
-    """Return arguments of `sglang.Engine`; `extra_args` has the last word."""
+    """Return arguments of `sglang.Engine`; `extra_args`, which has none that a setting sets, has the last word."""
     config = spec.config
     arguments: dict[str, Any] = {
         "model_path": spec.model_dir,
