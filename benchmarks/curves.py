@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks.results import machine
+from specactor.config.train import gap_bound
 from specactor.metrics import Value, read_metrics
 
 SMOOTHING = 5  # steps of the centred moving average of the training accuracy
@@ -85,7 +86,8 @@ def read_run(folder: Path) -> Run:
         raise SystemExit(f"{folder}: got no metrics, expected lines in metrics.jsonl. Name the folder of a run.")
     config = folder / "config.json"
     settings = json.loads(config.read_text()) if config.exists() else {}
-    max_gap = settings.get("train", {}).get("max_logprob_gap")
+    bound = gap_bound(settings.get("train", {}).get("max_logprob_gap"), settings.get("model", {}).get("dtype"))
+    max_gap = bound if bound < math.inf else None
     return Run(folder.resolve().name, settings.get("seed"), max_gap, lines)
 
 

@@ -37,6 +37,8 @@ export MAX_RESTARTS=${MAX_RESTARTS:-3}
 # What ranks send each other proves that it is this job's.
 export SPECACTOR_KEY=${SPECACTOR_KEY:-$(od -An -vN32 -tx1 /dev/urandom | tr -d ' \n')}
 export GPUS=${GPUS:-${SLURM_GPUS_ON_NODE:-8}}
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # since Slurm 22.05 srun does not take it from sbatch
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since Slurm 22.05 srun does not take it from sbatch
+fi
 
 exec srun --kill-on-bad-exit=1 --wait=60 "$root/launch/multi_node.sh" "$@" --resume auto

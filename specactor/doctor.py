@@ -312,6 +312,15 @@ def _recipe(config: Config) -> list[Finding]:
     return findings
 
 
+def _read_as_built(folder: Path) -> None:
+    from specactor.trainer.model import read_hf_config
+
+    try:
+        read_hf_config(folder)
+    except ValueError as error:  # transformers' own of a type that it does not know
+        raise ConfigError.at("model.path", str(folder), "a model that transformers knows", str(error)) from None
+
+
 def _checks(config: Config, shape: ModelShape | None) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield what a run refuses before it starts an engine."""
     from specactor import hooks
@@ -321,6 +330,8 @@ def _checks(config: Config, shape: ModelShape | None) -> Iterator[tuple[str, Cal
     from specactor.rollout.sglang.arguments import check_extra_args
     from specactor.rollout.speculation.registry import check_drafters
 
+    if shape is not None:
+        yield "model", partial(_read_as_built, Path(config.model.path))
     policy = ModelShape.of_tiny(config.model.tiny, VOCAB_SIZE) if config.model.tiny else shape
     if policy is not None:
         yield "layout", partial(check, config, smallest_world(config.parallel), policy)

@@ -213,5 +213,5 @@ def check_agreement(stats: TrainStats, *, step: int, bound: float, routes_freely
         f"train.max_logprob_gap: at step {step} the engine and the trainer differ by up to {stats.logprob_gap_max:.2e} "
         f"in the log-probabilities of sampled tokens, by more than {bound:.2e} in {stats.logprob_gap_share:.2%} of "
         f"them, more than {allowed:.0%}. In float32 this means wrong weights or a wrong model in one of them; in "
-        "bfloat16 allow more with --train.max-logprob-gap, and keep algorithm.correction on."
+        "bfloat16 leave --train.max-logprob-gap None, with algorithm.correction; nan is a fault in any type."
     )

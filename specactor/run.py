@@ -368,6 +368,8 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
     newest = checkpoint.latest(folder.checkpoints) if tracker is not None else None
     places = {"run": str(folder.root), "checkpoint": str(newest or "none")}
     if config.checkpoint.export:
+        if tracker is not None:
+            folder.remove_partial_exports()
         with progress.phase("export", announce=True):
             actor.trainer.export_hf(folder.export)
         places["Hugging Face export"] = str(folder.export)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,6 +84,11 @@ class RunFolder:
     def evaluation(self, step: int, name: str = "eval") -> Path:
         """Return the file of a set's held-out responses after `step` RL steps, a JSON object per line."""
         return self.root / "evaluations" / f"step-{step:06}{'' if name == 'eval' else f'-{name}'}.jsonl"
+
+    def remove_partial_exports(self) -> None:
+        """Remove what a run that was killed left of its export. For the run's owner alone."""
+        for left in self.root.glob(f"{self.export.name}.tmp-*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     def write_evaluation(
         self,

@@ -99,10 +99,12 @@ class RunOwner:
 
     def _created(self) -> bool:
         try:
-            with self._file.open("xb") as file:
-                file.write(msgspec.json.encode(self.own))
+            file = self._file.open("xb")
         except FileExistsError:
             return False
+        try:
+            with file:
+                file.write(msgspec.json.encode(self.own))
         except OSError:
             self._file.unlink(missing_ok=True)
             raise

@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
+from transformers import LlamaConfig
 
 from specactor.doctor import STACKS, Finding, loopback, report, room, stack
 from specactor.doctor import _recipe as recipe_findings
@@ -149,6 +150,9 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         stream.write_table(table)
     (tmp_path / "saved/state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
     (tmp_path / "bad.jsonl").write_text(json.dumps(good | {"verifier": "nowhere:score"}))
+    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaled |= {"rope_theta": 5e5, "original_max_position_embeddings": 8192}
+    LlamaConfig(num_hidden_layers=2, num_key_value_heads=8, rope_parameters=scaled).save_pretrained(tmp_path / "llama")
     return tmp_path
 
 
@@ -186,6 +190,7 @@ def test_the_doctor_takes_all_that_a_run_takes(rows: Path) -> None:
             ("quickstart_plain", *AUTO, "decoupled", *DRAFT, "none", "--parallel.drafters", "1"),
             "draft_model: got 'none', expected the folder of a Hugging",
         ),
+        ((*OWN, "--eval.problems", "0", "--model.path", "llama"), "model: "),
         (
             ("quickstart_plain", "--rollout.engine.extra-args", "chunked_prefil_size=16"),
             "got 'chunked_prefil_size', expected an argument of SGLang's ServerArgs. Did you mean chunked_prefill_",

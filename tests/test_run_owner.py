@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -50,6 +51,19 @@ def write(folder: Path, *, process: Member = AWAY, slurm_job: str = "", slurm_st
     file = folder / "owner.json"
     file.write_bytes(msgspec.json.encode(of))
     return file
+
+
+def test_who_cannot_open_files_takes_nobodys_folder(tmp_path: Path, made: list[RunOwner]) -> None:
+    file = write(tmp_path)
+    owner, _ = on(tmp_path, made)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            owner.claim()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert file.exists()
 
 
 def test_a_live_job_is_refused_and_the_next_one_comes_in_when_it_is_over(tmp_path: Path, made: list[RunOwner]) -> None:

@@ -22,7 +22,6 @@ NOT_EXTRA = {
     "dp_size": ONE_BATCH,
     "pp_size": ONE_BATCH,
     "quantization": AS_TRAINED,
-    "torchao_config": AS_TRAINED,
     "enable_lora": AS_TRAINED,
     "lora_paths": AS_TRAINED,
     "load_format": "Weights come from the trainer.",

@@ -151,7 +151,7 @@ def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
     from specactor.trainer import optimizer  # Megatron, which who only looks for checkpoints does without
 
     hf, engine, dtype = trainer.policy.bridge.hf_config, trainer.config.rollout.engine, trainer.config.model.dtype
-    experts = experts_in(hf.to_dict()) or None  # as older checkpoints say it of a dense model
+    experts = experts_in(hf.to_dict()) or None
     return {
         "layout": asdict(trainer.layout),
         "virtual_pipeline": trainer.config.parallel.virtual_pipeline,

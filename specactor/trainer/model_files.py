@@ -147,6 +147,9 @@ class FolderWriter:
                     shutil.rmtree(left, ignore_errors=True)
         self._folder.mkdir(parents=True)
 
+    def discard(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def add(self, name: str, tensor: Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self._max_file_bytes:
@@ -219,6 +222,8 @@ def export_hf(
     failed = torch.tensor([int(error is not None)], device=device)
     dist.all_reduce(failed)
     if failed.item():
+        if writer is not None:
+            writer.discard()
         raise CheckpointError(
             f"export to {target}: {error or 'rank 0 could not write'}. Free disk space, or export elsewhere."
         )

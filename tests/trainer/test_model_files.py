@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specactor.run_folder import RunFolder
 from specactor.trainer.model_files import FolderWriter
 
 WEIGHTS = {f"layer.{i}": torch.arange(10.0) + i for i in range(5)}
@@ -59,6 +60,14 @@ def test_two_runs_write_one_target_and_only_old_leavings_go(tmp_path: Path) -> N
         writer.finish(tmp_path / "source", "float32")
         assert load_file(tmp_path / "target" / "model.safetensors").keys() == {"layer"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target", of_another_host.name]
+
+
+def test_what_a_killed_export_left_goes_when_its_run_goes_on(tmp_path: Path) -> None:
+    run = RunFolder(root=tmp_path)
+    FolderWriter(run.export).add("layer", WEIGHTS["layer.0"])
+    run.export.mkdir()
+    run.remove_partial_exports()
+    assert list(tmp_path.iterdir()) == [run.export]
 
 
 def test_one_file_has_the_name_of_all(tmp_path: Path) -> None:
