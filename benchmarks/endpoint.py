@@ -10,6 +10,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import resource
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -161,6 +162,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--dry", action="store_true", help="print the page, and write nothing")
     options = parser.parse_args()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as ranks do: each session has an event loop
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "model")
         make_tiny_model(TinyModelConfig(num_layers=1, hidden_size=32, num_experts=2, expert_size=32), 0, folder)

@@ -231,7 +231,8 @@ class Driver:
                 if not isinstance(event.error, ChildDied):
                     raise event.error
                 for lost in self._running.pop(event.engine, {}):
-                    self._thinking.pop(lost.partition(TURN)[0], None)  # an agent, which waits for what is lost
+                    if self._is_open(lost):  # an agent waits for it; one that gave a call up goes on
+                        self._thinking.pop(lost.partition(TURN)[0], None)
             return
         request, response = event.request, event.response
         self._rounds = max(self._rounds, len(response.token_ids) - resume.num_begun(request))
@@ -318,10 +319,14 @@ class Driver:
         self._conversations.drop(request.request_id)
         self.stopped[request.request_id] = request
 
+    def _is_open(self, turn: str) -> bool:
+        return self._conversations is not None and self._conversations.is_open(turn)
+
     def _progressed(self, engine: int, request: RolloutRequest, so_far: Trajectory) -> None:
         # First news of what was asked to end: the engine may have been asked before it was given the request, which
         # happens in a thread of its own, and have passed over it.
-        if self._stopping and request.request_id not in self._emitted:
+        ends = self._stopping or (TURN in request.request_id and not self._is_open(request.request_id))
+        if ends and request.request_id not in self._emitted:
             self._abort(engine, [request.request_id])
         self._emitted[request.request_id] = len(so_far.token_ids)
         if self._conversations is not None:

@@ -180,7 +180,10 @@ class EnginePool:
             with self._starting:
                 if self._stopped:
                     raise EngineError(f"engine {engine.index} is not started again: the run has ended")
-                self.engines[position] = Engine(engine.spec)
+                try:
+                    self.engines[position] = Engine(engine.spec)
+                except OSError:  # a disk or memory; it stays lost, and is tried again
+                    _LOG.exception("engine %d could not be started again", engine.index)
         self._wait_starting(deadline, refusal_is_final=refusal_is_final)
 
     def _wait_starting(self, deadline: float, *, refusal_is_final: bool) -> None:

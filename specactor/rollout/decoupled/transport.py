@@ -169,7 +169,7 @@ class Hub:
         return frames
 
     def send(self, session: int, frame: bytes) -> bool:
-        """As `Link.send`, to an engine."""
+        """Send a frame to an engine; return False where it was dropped: the queue is full, or the engine is gone."""
         try:
             self._socket.send_multipart([_name(session), frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:

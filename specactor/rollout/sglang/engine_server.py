@@ -50,7 +50,7 @@ def run(connection: socket.socket) -> None:
     except Exception as error:  # the boundary of the process
         traceback.print_exc()
         # What the trainer rank hears of a first start it takes for final; after a death it tries again.
-        if not isinstance(error, _MAY_PASS):
+        if not isinstance(error, _MAY_PASS) or isinstance(error, NotImplementedError | RecursionError):
             connection.sendall(frames.pack(header.call, Failed(message=f"{type(error).__name__}: {error}")))
         return
     try:

@@ -67,9 +67,9 @@ class ModelDrafter(Drafter):
         behind = sorted(
             (i for i, text in texts.items() if self._runner.is_behind(text)), key=lambda i: texts[i].num_unseen
         )
+        self.read_up = behind
         if behind:  # one pass per round: nobody waits until all have been read
             self._runner.prefill([texts[i] for i in behind])
-        self.read_up = behind
         ready = [i for i, text in texts.items() if not self._runner.is_behind(text)]
         drafts = dict(zip(ready, self._runner.draft([texts[i] for i in ready]), strict=True))
         return [drafts.get(i, []) for i in range(len(windows))]

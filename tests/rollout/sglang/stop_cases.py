@@ -21,7 +21,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
 from specactor.rollout.sglang import responses  # noqa: E402
 
-CASES, EOS = 1000, 1
+CASES, EOS = 2500, 1
 # Bytes of a, b, c, a space, and of é and € in parts; then what a merge of some of them would be.
 PIECES = ["<eos>", "a", "b", "c", "Ġ", "Ã", "©", "â", "Ĥ", "¬", "ab", "Ġc", "Ã©", "©a", "âĤ", "bc"]
 STOPS = ["ab", "abc", "a c", "é", "€a", "bab", " ", "cé", "\ufffd", "<eos>", "c" * 9]
