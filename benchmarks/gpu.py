@@ -35,7 +35,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import dialled, gpu_speed, gpu_sync
+from benchmarks import dialled, gpu_large, gpu_speed, gpu_sync
 from benchmarks.disturbed_run import compared
 from benchmarks.results import machine
 from specactor.config import EngineConfig, RolloutConfig, SpeculationConfig, TinyModelConfig
@@ -103,10 +103,10 @@ SIZES = {
         copied_bytes=1024 * MIB,
         synced=TinyModelConfig(num_layers=2, hidden_size=2048, head_dim=128, num_experts=32, expert_size=768),
         pushes=500,
-        job_dtypes=("float32", "bfloat16"),
+        job_dtypes=("bfloat16",),
         job=(
             *("--train.steps", "5", "--rollout.engine.memory-fraction", "0.3"),
-            *("--warmup.steps", "60", "30", "--train.max-logprob-gap", "inf"),  # Triton multiplies float32 as TF32
+            *("--warmup.steps", "300", "100"),
         ),
     ),
 }
@@ -164,7 +164,8 @@ class Bench:
             return ()
         made = self.folder / "job-model"
         if not made.exists():
-            make_tiny_model(TinyModelConfig(hidden_size=256, head_dim=64), 0, made)
+            shape = TinyModelConfig(num_layers=8, hidden_size=1024, head_dim=128, num_experts=16, expert_size=512)
+            make_tiny_model(shape, 0, made)
         return ("--model.path", str(made), "--model.dtype", dtype)
 
     def close(self) -> None:
@@ -318,40 +319,46 @@ def rows(bench: Bench) -> Found:
     return {f"{cell.requests} x {cell.window}": 1e3 * median(seconds) for cell, seconds in found.items() if seconds}
 
 
+JOBS = {
+    "off": ("quickstart_plain",),
+    "head": ("quickstart",),
+    "draft model": ("quickstart", "--rollout.speculation.draft-model", "warm-up"),
+}
+
+
 def job(bench: Bench) -> Found:
-    """Return seconds of a job per step with and without speculation, and the steps whose metrics differ."""
+    """Return seconds and rollout speed of a job without speculation and with what its warm-up makes, and the steps
+    whose metrics differ."""
     bench.close()
     found: Found = {}
     for dtype in bench.size.job_dtypes:
         more = (*bench.size.job, *bench.job_arguments(), *bench.job_model(dtype))
-        lines, seconds = {}, {}
-        for mode in ("off", "coupled"):
+        lines: dict[str, list[dict[str, Any]]] = {}
+        one: Found = {"seconds": {}, "tokens/s": {}, "accept_length": {}}
+        for name, of in JOBS.items():
             start = time.monotonic()
-            root = bench.folder / f"job-{dtype}-{mode}"
-            _launch(root, ["--rollout.speculation.mode", mode, *more])
-            seconds[mode] = time.monotonic() - start
-            lines[mode] = compared(RunFolder(root=root))
-        differ = sum(one != other for one, other in zip(lines["off"], lines["coupled"], strict=True))
-        found[dtype] = {"steps": len(lines["off"]), "differ": differ, "bits": 0, "seconds": seconds}
+            folder = RunFolder(root=bench.folder / f"job-{dtype}-{name.replace(' ', '-')}")
+            _launch(folder.root, [*of, *more])
+            one["seconds"][name] = time.monotonic() - start
+            lines[name] = compared(folder)
+            steps = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+            one["tokens/s"][name] = [of["rollout/tokens_per_s"] for of in steps if "rollout/tokens_per_s" in of]
+            one["accept_length"][name] = [of.get("speculation/model/accept_length", 1.0) for of in steps]
+        differ = sum(any(step != plain for step in others) for plain, *others in zip(*lines.values(), strict=True))
+        found[dtype] = one | {"steps": len(lines["off"]), "differ": differ, "bits": 0}
     return found
 
 
 def _launch(root: Path, settings: Sequence[str]) -> None:
+    recipe, *more = settings
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
-        *(
-            str(ROOT / "launch" / "train_moe.py"),
-            "quickstart_plain",
-            "--name",
-            root.name,
-            "--output-dir",
-            str(root.parent),
-        ),
+        *(str(ROOT / "launch" / "train_moe.py"), recipe, "--name", root.name, "--output-dir", str(root.parent)),
         *("--parallel.expert", "1", "--tracking.wandb", "off", "--eval.problems", "0", "--checkpoint.export", "False"),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, *settings], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=JOB_S, check=False
+        [*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=JOB_S, check=False
     )
     if done.returncode != 0:
         raise RuntimeError(f"the job ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
@@ -363,6 +370,7 @@ STAGES: dict[str, Callable[[Bench], Found]] = {
     "exact": exact,
     "rows": rows,
     "speed": gpu_speed.speed,
+    "large": gpu_large.large,
     "sync": gpu_sync.sync,
     "job": job,
 }
@@ -404,9 +412,11 @@ def verdict(found: dict[str, Found]) -> list[tuple[str, str]]:
         if "error" in of:
             text = f"FAILED: {of['error']}"
         elif name == "job":
-            spent = {dtype: ", ".join(f"{mode} {s:.0f} s" for mode, s in of[dtype]["seconds"].items()) for dtype in of}
             text = "; ".join(
-                f"{dtype}: {one['differ']} of {one['steps']} steps differ, {spent[dtype]}" for dtype, one in of.items()
+                f"{dtype}: {one['differ']} of {one['steps']} steps differ; "
+                + ", ".join(f"{way} {s:.0f} s, {median(one['tokens/s'][way]):.0f} tokens/s" for way, s in spent.items())
+                for dtype, one in of.items()
+                for spent in [one["seconds"]]
             )
         elif name in ("exact", "kernels"):
             wrong = {case: one for case, one in of.items() if one["differ"] or one["bits"]}
@@ -415,12 +425,9 @@ def verdict(found: dict[str, Found]) -> list[tuple[str, str]]:
         elif name == "rows":
             text = ", ".join(f"{case}: {ms:.2f} ms" for case, ms in of.items())
         elif name == "speed":
-            medians = {n: {w: median(of_w) for w, of_w in ways.items()} for n, ways in of["rates"].items()}
-            text = "; ".join(
-                f"{n} requests: {ways['0']:.0f} tokens/s, "
-                + ", ".join(f"window {w} {rate / ways['0']:.2f}" for w, rate in ways.items() if w != "0")
-                for n, ways in medians.items()
-            )
+            text = gpu_speed.told(of["rates"], "0")
+        elif name == "large":
+            text = gpu_speed.told(of["rates"], "plain")
         elif name == "sync":
             text = gpu_sync.told(of)
         else:

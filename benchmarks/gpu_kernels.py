@@ -12,8 +12,8 @@ import torch
 from torch.nn.functional import pad
 
 from specactor.config.rollout import SPLIT
-from specactor.cpu import sglang_ops
-from specactor.rollout.sglang import kernels
+from specactor.cpu import sglang_ops, torchvision_ops
+from specactor.rollout.sglang import kernels, products
 from specactor.rollout.sglang.kernels import TILE
 
 Case = dict[str, int | float]
@@ -71,9 +71,43 @@ def tiles(device: str, dtype: torch.dtype, *, group: int, dim: int, lengths: tup
     return {"rows": TILE * len(lengths), "differ": differ, "bits": bits}
 
 
+def products_of(device: str, dtype: torch.dtype, *, depth: int, columns: int) -> Case:
+    """`differ`: rows that are not the exact product's; `bits`: rows that have other bits in other company or, on a GPU,
+    in tiles of another size. Triton's interpreter adds in an order that follows their depth."""
+    torch.manual_seed(depth)
+    a, b = (torch.randn(size).to(device, dtype) for size in ((products.ROWS, depth), (depth, columns)))
+    exact = a.double() @ b.double()
+    bound = (1e-3 if dtype == torch.float32 else 2e-2) * exact.abs().clamp(1.0)
+    differ = bits = 0
+    dense = []
+    for tile in (products.OF_SGLANG, *products.PRODUCTS.values()):
+        every = products.multiply(tile, a, b, dtype)
+        differ += int(((every.double() - exact).abs() > bound).any(1).sum())
+        for count in (1, 5, products.ROWS // 2):
+            bits += int((products.multiply(tile, a[:count], b, dtype) != every[:count]).any(1).sum())
+        dense.append(every)
+    experts = [
+        products.multiply_experts(config, a, b)
+        for config in (products.SGLANGS, products.FEW.config(), products.MANY.config())
+    ]
+    if device == "cuda":
+        for first, *others in (dense, experts):
+            bits += sum(int((other != first).any(1).sum()) for other in others)
+    return {"rows": products.ROWS, "differ": differ, "bits": bits}
+
+
 def main(device: str) -> None:
+    if device == "cpu":
+        torchvision_ops.install()
+    import sglang.kernels.ops.moe.fused_moe_triton_kernels as experts
+
+    experts.is_batch_invariant_mode_enabled = lambda: True  # as in engines: it fixes the order of a product's sides
     if device == "cuda":
         found = {"sampling": sampling(device, rows=256, vocab=151_936)}
+        for depth, columns in ((2048, 5120), (4096, 2048), (768, 2048), (2048, 128)):
+            found[f"products of {depth} by {columns}"] = products_of(
+                device, torch.bfloat16, depth=depth, columns=columns
+            )
         lengths = (1, 63, 64, 65, 255, 256, 257, 1000, 8191)
         for group in (1, 2, 4, 8):
             for dtype in (torch.bfloat16, torch.float32):
@@ -81,6 +115,7 @@ def main(device: str) -> None:
                 found[name] = tiles(device, dtype, group=group, dim=128, lengths=lengths)
     else:
         found = {"sampling": sampling(device, rows=4, vocab=3000)}
+        found["products of 256 by 64"] = products_of(device, torch.float32, depth=256, columns=64)
         found["tiles of 2 heads, float32"] = tiles(device, torch.float32, group=2, dim=16, lengths=(1, 257))
     print(json.dumps(found))
 

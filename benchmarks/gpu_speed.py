@@ -69,6 +69,16 @@ def speed(bench: Bench) -> dict[str, Any]:
     return found
 
 
+def told(rates: Mapping[str, Mapping[str, Sequence[float]]], plain: str) -> str:
+    """Return the stage's line of the table."""
+    medians = {count: {way: median(of) for way, of in ways.items()} for count, ways in rates.items()}
+    return "; ".join(
+        f"{count} requests: {ways[plain]:.0f} tokens/s, "
+        + ", ".join(f"{way} {rate / ways[plain]:.2f}" for way, rate in ways.items() if way != plain)
+        for count, ways in medians.items()
+    )
+
+
 def result(folder: Path) -> Result:
     """Return the page of what is there; its words are of the run that is stored."""
     read: dict[str, Any] = {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}

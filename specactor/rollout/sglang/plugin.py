@@ -12,6 +12,7 @@ from specactor.data.tokenizer import register_mimo
 from specactor.rollout.sglang import (
     draft_runner,
     gpu,
+    products,
     rank_calls,
     responses,
     sampling,
@@ -25,7 +26,7 @@ from specactor.weights_sync.receiver import Receiver
 def register() -> None:
     if not torch.cuda.is_available():
         sglang_hooks.install()
-    for part in (sampling, responses, gpu, draft_runner):
+    for part in (sampling, responses, gpu, products, draft_runner):
         part.install()
     register_mimo()
     receiver = Receiver()

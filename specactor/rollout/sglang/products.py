@@ -1,0 +1,130 @@
+"""SGLang's products that give a row the same bits in any batch: on GPUs their tiles follow the number of rows.
+
+SGLang has one size of tile for one row and for thousands. Where a row's sum runs over the same numbers in the same
+order whatever the tile, as on the tensor cores of an H200 (docs/results/gpu.md), the size is free. `agree` looks before
+any other size is used; where bits differ, SGLang's own stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ROWS, DEPTH, COLUMNS = 64, 1024, 256  # of the trial
+
+
+class Tile(NamedTuple):
+    rows: int
+    columns: int
+    depth: int
+    warps: int = 4
+    stages: int = 4
+
+    def config(self) -> dict[str, int]:
+        """Return it in SGLang's words."""
+        sizes = {"BLOCK_SIZE_M": self.rows, "BLOCK_SIZE_N": self.columns, "BLOCK_SIZE_K": self.depth}
+        return {**sizes, "GROUP_SIZE_M": 8, "num_warps": self.warps, "num_stages": self.stages}
+
+
+# The fastest of eleven and of sixteen sizes on an H200, at the shapes of Qwen3-30B-A3B; by the most rows.
+PRODUCTS = {16: Tile(16, 64, 128), 64: Tile(64, 64, 128), 512: Tile(64, 128, 64)}
+FEW, MANY = Tile(16, 64, 128), Tile(64, 128, 64)
+EXPERTS = 4  # rows of an expert on average, up to which they are few
+OF_SGLANG = Tile(128, 128, 64, 8, 3)
+SGLANGS = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8}
+"""SGLang's own for experts: with the number of warps and stages that Triton takes by default."""
+
+
+def install() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if not torch.cuda.is_available():
+        return
+    for target, hook in {
+        "sglang.srt.batch_invariant_ops.batch_invariant_ops._matmul_persistent_triton": _product,
+        "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config.get_default_config": _of_experts,
+        # On Blackwell it multiplies up to 16 rows by another kernel than more: a verification would have other bits.
+        "sglang.srt.layers.dual_gemm.DualGemm._select_mode": _no_kernel_of_few_rows,
+    }.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def _no_kernel_of_few_rows(original: Callable[..., Any], *args: Any) -> None:
+    """Return the mode in which SGLang's fused product of a dense layer is never taken."""
+
+
+def _product(
+    original: Callable[..., Tensor], a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    tile = next((tile for most, tile in PRODUCTS.items() if len(a) <= most), None)
+    if tile is None or a.dtype != torch.bfloat16 or not _may_choose():
+        return original(a, b, out_dtype, bias)
+    return multiply(tile, a, b, out_dtype, bias)
+
+
+def multiply(tile: Tile, a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """Return the product [M, N] by SGLang's kernel."""
+    from sglang.srt.batch_invariant_ops.batch_invariant_ops import matmul_kernel_persistent
+
+    (rows, depth), columns = a.shape, b.shape[1]
+    out = torch.empty(rows, columns, device=a.device, dtype=out_dtype)
+    tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
+    processors = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 1
+    matmul_kernel_persistent[(min(processors, tiles),)](
+        *(a, b, out, bias, rows, columns, depth, *a.stride(), *b.stride(), *out.stride()),
+        NUM_SMS=processors,
+        **{f"{name}_LARGE": of.numel() > 2**31 for name, of in (("A", a), ("B", b), ("C", out))},
+        HAS_BIAS=bias is not None,
+        **tile.config(),
+    )
+    return out
+
+
+def _of_experts(original: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
+    own = original(*args)
+    rows, experts, _, _, per_row, dtype, *_ = args
+    # SGLang names no type for 16 bits, and has the one size in its batch-invariant mode alone
+    if dtype is not None or own != SGLANGS or not _may_choose():
+        return own
+    return (FEW if rows * per_row <= EXPERTS * experts else MANY).config()
+
+
+def multiply_experts(config: dict[str, int], a: Tensor, b: Tensor) -> Tensor:
+    """Return the product [M, N] by SGLang's kernel of experts; there is one, and `a` [M, K] is of whole tiles."""
+    import triton.language as tl
+    from sglang.kernels.ops.moe.fused_moe_triton_kernels import invoke_fused_moe_kernel
+
+    out = torch.empty(len(a), 1, b.shape[1], device=a.device, dtype=a.dtype)
+    numbers = torch.arange(len(a), device=a.device, dtype=torch.int32)
+    zeros, weights = torch.zeros_like(numbers), torch.ones(len(a), 1, device=a.device)
+    invoke_fused_moe_kernel(
+        *(a, b.T.contiguous()[None], None, out, None, None, None, weights, zeros[:, None], numbers, zeros),
+        *(zeros[:1] + len(a), False, 1, config),
+        compute_type=tl.bfloat16 if a.dtype == torch.bfloat16 else tl.float32,
+        **dict.fromkeys(("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16"), False),
+        per_channel_quant=False,
+    )
+    return out[:, 0]
+
+
+def _may_choose() -> bool:
+    if torch.cuda.is_current_stream_capturing() and not agree.cache_info().currsize:
+        return False
+    return agree()
+
+
+@cache
+def agree(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Return whether tiles of all sizes give the same bits there."""
+    random = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(size, generator=random, device=device).to(dtype) for size in ((ROWS, DEPTH), (DEPTH, COLUMNS)))
+    try:
+        dense = [multiply(tile, a, b, dtype) for tile in (OF_SGLANG, *PRODUCTS.values())]
+        experts = [multiply_experts(config, a, b) for config in (SGLANGS, FEW.config(), MANY.config())]
+    except Exception:  # a GPU with less memory per processor, or another Triton: its errors are many
+        return False
+    return all(torch.equal(of[0], other) for of in (dense, experts) for other in of[1:])
