@@ -21,6 +21,7 @@ from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 
 SCRIPT = "SPECACTOR_BENCHMARK_SCRIPT"
+IN_ENGINE = "benchmarks.dialled:InEngine"
 _spent_s = 0.0
 
 

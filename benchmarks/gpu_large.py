@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ import torch
 
 from benchmarks import dialled
 from specactor.config import EngineConfig, SpeculationConfig
-from specactor.rollout.sglang.engine_client import Engine, running
+from specactor.rollout.sglang.engine_client import running
 from specactor.rollout.sglang.rank_calls import RANK_CALLS, RankContext
 from specactor.types import RolloutRequest
 
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 
 RANDOMISE = "gpu_large.randomise"
 DRAFTER = "benchmarks.gpu_large:InEngine"
-RIGHT = 0.8
-"""Of the dialled drafts."""
 MODELS = {"model": "draft model", "model:2": "head"}
 
 
@@ -183,66 +180,37 @@ def large(bench: Bench) -> dict[str, Any]:
         ),
         log_file=str(bench.folder / "large-engine.log"),
     )
-    script = bench.folder / "script.json"
-    script.write_bytes(msgspec.json.encode(dialled.Script(acceptance=RIGHT, step_s=[0.0], outputs={})))
     off = SpeculationConfig(mode="off", max_window=largest)
-    ways = {"plain": off}
-    ways |= {
-        f"window {w}": replace(off, mode="coupled", drafters=(DRAFTER,), window=w) for w in bench.size.windows if w > 1
-    }
-    drafted = {
-        name: replace(off, mode="coupled", drafters=(drafter,), window=4, draft_model=models)
-        for drafter, name in MODELS.items()
-    }
-    found: dict[str, Any] = {"attention": bench.extra_args.get("attention_backend", ""), "rates": {}, "differ": {}}
+    ways = {"plain": off, **gpu_speed.dialled_ways(bench.size.windows, "window {}", DRAFTER)}
+    for drafter, name in MODELS.items():
+        ways[name] = replace(off, mode="coupled", drafters=(drafter,), window=4, draft_model=models)
+    script = bench.folder / "script.json"
+    script.write_bytes(msgspec.json.encode(dialled.Script(acceptance=0.0, step_s=[0.0], outputs={})))
     began = time.perf_counter()
     with running(spec, **{dialled.SCRIPT: str(script)}) as engine:
-        found["start s"] = time.perf_counter() - began
+        start_s = time.perf_counter() - began
         gpu.configure(engine, ways[f"window {largest}"])
-        found["parameters"] = int(engine.rank_call(RANDOMISE, b"", timeout_s=300)[0])
+        parameters = int(engine.rank_call(RANDOMISE, b"", timeout_s=300)[0])
         short = gpu_speed.as_in_training(bench.requests(most))
         long = [_longer(request, shape) for request in short[: shape.long]]
-        for name, requests in (("", short), ("long", long)):
-            gpu.configure(engine, off)
-            engine.flush()
-            plain = engine.generate(requests)
-            outputs = {str(r.seed): list(t.token_ids) for r, t in zip(requests, plain, strict=True)}
-            script.write_bytes(msgspec.json.encode(dialled.Script(acceptance=RIGHT, step_s=[0.0], outputs=outputs)))
-            for count in (len(long),) if name else [n for n in bench.size.batches if n != 3]:
-                case = f"{count} {name}".strip()
-                found["rates"][case], found["differ"][case] = {}, {}
-                for turn in range(3):  # the first warms up
-                    for way, config in (ways | drafted).items():
-                        if way in drafted and turn > 1:
-                            continue
-                        gpu.configure(engine, config)
-                        rate, one = _rate(engine, requests[:count], plain, keep_prompts=bool(name))
-                        if turn:
-                            found["rates"][case].setdefault(way, []).append(rate)
-                        found["differ"][case].setdefault(way, []).append([one["differ"], one["bits"]])
-                print(case, {way: [round(r) for r in rates] for way, rates in found["rates"][case].items()}, flush=True)
-                print("   differ", found["differ"][case], flush=True)
-                (bench.folder / "large-so-far.json").write_text(json.dumps(found))
-    return found
+        cases = {str(n): short[:n] for n in bench.size.batches if n != 3}
+        found = gpu_speed.in_turns(bench, engine, ways, cases, repetitions=2)
+        of_long = gpu_speed.in_turns(
+            bench, engine, ways, {f"{shape.long} long": long}, repetitions=2, keep_prompts=True
+        )
+    return {
+        "attention": bench.extra_args.get("attention_backend", ""),
+        "start_s": start_s,
+        "parameters": parameters,
+        "rates": found["rates"] | of_long["rates"],
+        "differ": found["differ"] + of_long["differ"],
+    }
 
 
 def _longer(request: RolloutRequest, shape: Shape) -> RolloutRequest:
     prompt = tuple(3 + (request.seed + 31 * i + i * i) % (shape.vocab - 3) for i in range(shape.prompt))
     sampling = replace(request.sampling, max_new_tokens=min(request.sampling.max_new_tokens, 128))
     return replace(request, prompt_ids=prompt, sampling=sampling)
-
-
-def _rate(
-    engine: Engine, requests: Sequence[RolloutRequest], plain: Sequence[Any], *, keep_prompts: bool
-) -> tuple[float, dict[str, Any]]:
-    from benchmarks import gpu
-
-    if not keep_prompts:
-        engine.flush()
-    start = time.perf_counter()
-    got = engine.generate(requests)
-    seconds = time.perf_counter() - start
-    return sum(len(t.token_ids) for t in got) / seconds, gpu.differences(got, plain)
 
 
 if __name__ == "__main__":

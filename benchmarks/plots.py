@@ -487,7 +487,7 @@ PLOTS = {
     "recycled_noise": Plot(recycled, "Held-out accuracy by the visits that share noise, means over seeds"),
     "overlap": Plot(launched_ahead, "Speed with plain rounds launched ahead", 1.8),
     "head_training": Plot(head_training, "accept_length of heads over a run", 3.0),
-    "gpu": Plot(by_window, "Speed over plain decoding on an H100, by requests and window", 2.2),
+    "gpu": Plot(by_window, "Speed over plain decoding on an H200, by requests and window", 2.2),
     "quickstart_speed": Plot(warmed_up, "Rollout speed over plain", 1.8),
 }
 """By page, of which one may not have been measured yet."""

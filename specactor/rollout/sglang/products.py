@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.cuda import is_current_stream_capturing
 
 ROWS, DEPTH, COLUMNS = 64, 1024, 256  # of the trial
 
@@ -69,11 +70,12 @@ def _product(
 def multiply(tile: Tile, a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Return the product [M, N] by SGLang's kernel."""
     from sglang.srt.batch_invariant_ops.batch_invariant_ops import matmul_kernel_persistent
+    from sglang.srt.utils.common import get_device_core_count
 
     (rows, depth), columns = a.shape, b.shape[1]
     out = torch.empty(rows, columns, device=a.device, dtype=out_dtype)
     tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
-    processors = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 1
+    processors = get_device_core_count(a.device.index or 0) or 1
     matmul_kernel_persistent[(min(processors, tiles),)](
         *(a, b, out, bias, rows, columns, depth, *a.stride(), *b.stride(), *out.stride()),
         NUM_SMS=processors,
@@ -112,7 +114,7 @@ def multiply_experts(config: dict[str, int], a: Tensor, b: Tensor) -> Tensor:
 
 
 def _may_choose() -> bool:
-    if torch.cuda.is_current_stream_capturing() and not agree.cache_info().currsize:
+    if is_current_stream_capturing() and not agree.cache_info().currsize:
         return False
     return agree()
 

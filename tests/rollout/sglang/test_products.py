@@ -57,7 +57,7 @@ def test_the_rows_of_an_expert_decide(monkeypatch: pytest.MonkeyPatch, agree: bo
 
 
 def test_no_graph_is_captured_while_it_is_looked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(products, "is_current_stream_capturing", lambda: True)
     products.agree.cache_clear()
     assert not products._may_choose()
     assert products.agree.cache_info().currsize == 0
