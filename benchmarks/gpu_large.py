@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 RANDOMISE = "gpu_large.randomise"
 DRAFTER = "benchmarks.gpu_large:InEngine"
+MEMORY_BYTES = 135e9
 MODELS = {"model": "draft model", "model:2": "head"}
 
 
@@ -164,6 +165,8 @@ def large(bench: Bench) -> dict[str, Any]:
 
     bench.close()
     shape = Shape() if bench.on_gpu else SMALL
+    if bench.on_gpu and torch.cuda.mem_get_info()[1] < MEMORY_BYTES:
+        return {"left out": f"the device has less than {MEMORY_BYTES / 1e9:.0f} GB"}
     folder, largest = folders(shape, bench.folder), max(bench.size.windows)
     models = (str(folder / "draft"), str(folder / "head"))
     most = max(bench.size.batches)

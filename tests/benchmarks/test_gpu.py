@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import gpu, gpu_sync
+from benchmarks import gpu, gpu_large, gpu_sync
 from benchmarks.gpu_sync import turns
 
 EQUAL = {"responses": 8, "tokens": 160, "differ": 0, "bits": 0}
@@ -24,6 +26,8 @@ def test_all_stages_go_through_without_a_gpu(tmp_path: Path, monkeypatch: pytest
     assert {"1 x 0", "8 x 4"} <= set(found["rows"])
     assert found["job"]["float32"]["steps"] == 2
     assert {"1", "3", "8"} == set(found["speed"]["rates"])
+    assert {"1", "8", "4 long"} == set(found["large"]["rates"])
+    assert found["speed"]["differ"] == found["large"]["differ"] == 0
     sync = found["sync"]
     assert set(sync) == set(gpu_sync.FIGURES)
     assert len(sync["seconds"]) == len(sync["memcpy_gb_per_s"]) == 1, "its time was over after the first push"
@@ -53,6 +57,14 @@ def test_the_line_of_a_sync_has_every_figure() -> None:
     ]
     [(_, text)] = gpu.verdict({"sync": found | {"through_host": "expandable segments"}})
     assert "12.00 GB/s through host memory (expandable segments)" in text
+
+
+def test_a_model_that_has_no_room_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 85_000_000_000))
+    with ExitStack() as stack:
+        found = {"large": gpu_large.large(gpu.Bench("cuda", tmp_path, stack))}
+    assert gpu.verdict(found) == [("large", "left out the device has less than 135 GB")]
+    assert gpu.is_right(found)
 
 
 @pytest.mark.processes
