@@ -19,7 +19,7 @@ from specactor.progress import Progress
 from specactor.replay.audit import Audit
 from specactor.replay.recorder import StepRecorder
 from specactor.rollout.collector import RolloutCollector, RolloutStats
-from specactor.rollout.pool import EnginePool
+from specactor.rollout.pool import RESTARTS_WITHIN, EnginePool
 from specactor.rollout.resume import stale_tokens
 from specactor.trace import Span
 from specactor.trainer.advantages import AdvantageKind, group_advantages
@@ -49,6 +49,7 @@ class SpecActor:
     steps_done: int = 0
     version: int = 0
     _pushed: dict[str, float] = field(default_factory=dict)  # metrics of the draft model's last push
+    _failed_syncs: list[int] = field(default_factory=list)  # versions; of syncs in which no engine died of its own
     _sync_s: float = 0.0
     _step_s: float = 0.0  # of the step before
 
@@ -144,7 +145,7 @@ class SpecActor:
     def sync(self) -> SyncReport:
         """Replace dead engines, bring all to the versions of policy and draft model, and let them generate."""
         cause: WeightSyncError | None = None
-        for _ in range(self.config.rollout.engine.max_restarts + 1):
+        while True:
             restart = partial(self.pool.restart_lost, cause.ended if cause is not None else ())
             replaced = self.collective.together("engine restart", restart)
             for index in sorted(i for part in self.collective.gather(replaced, tuple[int, ...]) for i in part):
@@ -154,8 +155,7 @@ class SpecActor:
             except CopiesDifferError:
                 raise  # new engines would be given the same
             except WeightSyncError as error:
-                if not self.collective.any(self.pool.any_lost()):
-                    raise
+                self._count_failed(error)
                 self.progress.note(f"{error} Trying again.")
                 cause = error
                 continue
@@ -168,10 +168,22 @@ class SpecActor:
                 self._pushed = self.distillation.push()
             self.devices.to_engines()
             return report
-        raise WeightSyncError(
-            f"rollout.engine.max_restarts: engines were lost in {self.config.rollout.engine.max_restarts + 1} weight "
-            f"syncs in a row. Their logs are in the run's folder, under engines/. The last one: {cause}"
-        ) from cause
+
+    def _count_failed(self, error: WeightSyncError) -> None:
+        """Raise on all ranks, where trying again helps no more: no engine was lost, or this happened too often."""
+        lost = self.pool.lost()
+        if not self.collective.any(bool(lost)):
+            raise error
+        if self.collective.any(not set(lost) <= set(error.ended)):
+            return  # an engine died of its own, which the pool counts
+        limit, since = self.config.rollout.engine.max_restarts, self.version - RESTARTS_WITHIN
+        self._failed_syncs = [*(version for version in self._failed_syncs if version > since), self.version]
+        if len(self._failed_syncs) > limit:
+            raise WeightSyncError(
+                f"rollout.engine.max_restarts: {limit + 1} weight syncs failed with engines that lived, allowed are "
+                f"{limit} in {RESTARTS_WITHIN} steps. Leave out a host that damages data; the engines' logs are in the "
+                f"run's folder, under engines/. The last one: {error}"
+            ) from error
 
     def refresh(self, batch: Sequence[TrainSequence]) -> dict[str, float]:
         """Let the draft model learn from the batch; return metrics."""

@@ -432,7 +432,8 @@ class RolloutCollector:
                 replace(group, finished={name: samples.packed(t) for name, t in group.finished.items()})
                 for group in restored
             ]
-            self.open_groups, others = resume.begun_again(scored, sampling_of(self.config.rollout))
+            sampling, replays = sampling_of(self.config.rollout), self.config.train.routing_replay == "r3"
+            self.open_groups, others = resume.begun_again(scored, sampling, with_experts=replays)
             if others:
                 self.progress.note(f"open groups of other settings are begun again: {', '.join(others)}")
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from specactor.errors import EngineError
+from specactor.rollout.child_process import StartRefusedError
 from specactor.rollout.decoupled.spec import DrafterSpec, Work
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.speculation.costs import METHOD
@@ -60,16 +63,36 @@ class DrafterPool:
         self.stop()
 
     def wait_ready(self) -> None:
-        """Wait until all listen, then watch them. Raises EngineError, and stops all, otherwise."""
+        """Wait until all listen, then watch them; one that dies meanwhile is started again, in the time of one more
+        start. Raises EngineError, and stops all, otherwise: at once for one that says why it does not start."""
         try:
-            for drafter in self.drafters:
-                drafter.wait_ready()
+            for index in range(len(self.drafters)):
+                self._wait_ready(index)
         except BaseException:
             self.stop()
             raise
         if self.drafters and self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="drafters", daemon=True)
             self._watcher.start()
+
+    def _wait_ready(self, index: int) -> None:
+        spec = self.drafters[index].spec
+        limit_s, pause_s, until = spec.start_timeout_s, PAUSE_S, math.inf
+        for left in range(spec.max_restarts, -1, -1):
+            try:
+                self.drafters[index].wait_ready(min(limit_s, until - time.monotonic()))
+                return
+            except StartRefusedError:
+                raise
+            except EngineError:
+                until = min(until, time.monotonic() + limit_s)
+                if not left or time.monotonic() + pause_s >= until or self._ending.wait(pause_s):
+                    raise
+                _LOG.warning("drafter %d died while it started, and is started again", spec.index)
+            pause_s *= 2
+            with self._lock:
+                if not self._ending.is_set():
+                    self.drafters[index] = DrafterProcess(spec)
 
     def work(self, *, trace: bool = False) -> dict[str, Work]:
         """Return `DrafterProcess.work` of each."""

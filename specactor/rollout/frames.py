@@ -32,6 +32,12 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     message: str
 
 
+def is_final(error: Exception) -> bool:
+    """Return whether a start that failed so would fail again, which a child says; of the rest it dies."""
+    may_pass = isinstance(error, OSError | EOFError | MemoryError | RuntimeError)  # a port, a device, a disk, a process
+    return not may_pass or isinstance(error, NotImplementedError | RecursionError)
+
+
 @dataclass(frozen=True)
 class Header:
     length: int

@@ -234,12 +234,18 @@ def restored(state: object, *, group_size: int) -> list[OpenGroup]:
     return groups
 
 
-def begun_again(groups: Sequence[OpenGroup], sampling: SamplingParams) -> tuple[list[OpenGroup], list[str]]:
-    """Return the groups, without what was sampled of those that were begun with other settings, and these settings."""
+def begun_again(
+    groups: Sequence[OpenGroup], sampling: SamplingParams, *, with_experts: bool = False
+) -> tuple[list[OpenGroup], list[str]]:
+    """Return the groups, without what was sampled of those that were begun with other settings, or lack experts that
+    are wanted, and these settings."""
     found, others = list[OpenGroup](), set[str]()
     for group in groups:
         began = {request.sampling for request in group.requests} - {sampling}
         others |= {f"rollout.{k} {v!r}" for of in began for k, v in vars(of).items() if v != getattr(sampling, k)}
+        parts = [*(request.begun for request in group.requests), *group.finished.values()]
+        if lacks := with_experts and any(p and len(p.token_ids) and not len(p.routed_experts) for p in parts):
+            others.add("train.routing_replay other than r3")
         requests = tuple(replace(request, sampling=sampling, begun=None) for request in group.requests)
-        found.append(replace(group, requests=requests, finished={}) if began else group)
+        found.append(replace(group, requests=requests, finished={}) if began or lacks else group)
     return found, sorted(others)

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from safetensors import safe_open
 
-from specactor.weights_sync.plan import Block, Span
+from specactor.weights_sync.plan import PIECE_BYTES, Block, Span, cut
 
 if TYPE_CHECKING:
     from specactor.weights_sync.receiver import EngineRank
@@ -79,7 +79,8 @@ def digest_spans(memories: Mapping[int, Memory], spans: Iterable[Span]) -> int:
     """Return the `digest` of the spans' bytes, one after the other."""
     state = xxhash.xxh3_64()
     for span in spans:
-        state.update(_dense(_grid(memories[span.memory], span.at, span.step, span)))
+        for piece in cut(Block(span, 0, 0), PIECE_BYTES):
+            state.update(_dense(_grid(memories[span.memory], piece.span.at, span.step, piece.span)))
     return int(state.intdigest())
 
 
@@ -87,10 +88,11 @@ def copy_and_digest(parameters: Iterable[Memory], blocks: Iterable[Block], copy_
     """Return the `digest` of the blocks' bytes in their parameters; with `copy_from`, they are copied first."""
     state = xxhash.xxh3_64()
     for parameter, block in zip(parameters, blocks, strict=True):
-        target = _grid(parameter, block.to, block.step, block.span)
-        if copy_from is not None:
-            target[...] = _grid(copy_from[block.span.memory], block.span.at, block.span.step, block.span)
-        state.update(_dense(target))  # while it is in the cache
+        for to, step, span in ((piece.to, piece.step, piece.span) for piece in cut(block, PIECE_BYTES)):
+            target = _grid(parameter, to, step, span)
+            if copy_from is not None:
+                target[...] = _grid(copy_from[span.memory], span.at, span.step, span)
+            state.update(_dense(target))  # while it is in the cache
     return int(state.intdigest())
 
 

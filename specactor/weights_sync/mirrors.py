@@ -46,8 +46,9 @@ def crossings(reads: Sequence[Iterable[Sequence[Span]]], owners: Sequence[int], 
             if hosts[owners[spans[0].memory]] != host:
                 needs[host, spans[0].memory] += spans
     return [
-        Crossing(memory, owners[memory], taker(hosts, owners[memory], host), start, end)
+        Crossing(memory, owners[memory], to, start, end)
         for (host, memory), spans in sorted(needs.items())
+        for to in [taker(hosts, owners[memory], host)]
         for start, end in covered(spans)
     ]
 

@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from specactor.errors import WeightSyncError
 
-PIECE_BYTES = 2**20
-"""Of one copy, and about that of one digest: it fits a core's second-level cache, so a digest costs no second read."""
+PIECE_BYTES = 2**20  # of what is copied at once: it fits a core's second-level cache, so a digest costs no second read
+# About that of one digest: all ranks hold the chunks of all hosts, and a GPU's digest takes 25 times as much memory.
+CHUNK_BYTES = 2**22
 
 Ints = npt.NDArray[np.int64]
 
@@ -214,8 +215,20 @@ def _giver(equal: Mapping[int, Held], hosts: Sequence[int], host: int, given: di
 
 def covered(spans: Iterable[Span]) -> list[tuple[int, int]]:
     """Return (first byte, end) of what spans of one memory cover, in the fewest pieces."""
-    runs = _expanded([Block(span, 0, 0) for span in spans])
+    runs = _expanded([Block(span, 0, 0) for span in _side_by_side(spans)])
     return list(zip(*(ends.tolist() for ends in _united(runs.at, runs.at + runs.length)), strict=True))
+
+
+def _side_by_side(spans: Iterable[Span]) -> list[Span]:
+    """Join spans that cut the same rows: the columns of all ranks of an engine are whole rows, and those one run."""
+    joined: list[Span] = []
+    for span in sorted(set(spans), key=lambda span: (span.step, span.count, span.at)):
+        memory, at, step, length, count = msgspec.structs.astuple(joined[-1] if joined else span)
+        if (step, count, at + length) == (span.step, span.count, span.at):
+            joined[-1] = Span(memory, at, step, length + span.length, count)
+        else:
+            joined.append(span)
+    return [Span(s.memory, s.at, 0, s.reach[1] - s.at, 1) if 0 < s.step <= s.length else s for s in joined]
 
 
 def num_written(own: Copy, written: Iterable[Copy]) -> int:
@@ -260,7 +273,7 @@ def chunks(
         runs = _Runs(*(np.concatenate(columns) for columns in zip(*joined, strict=True))) if joined else _NOTHING
         fills = [_runs_of(copy) for copy in done if not copy.tensor]
         _check_once(parameter, runs, num_bytes, fills)
-        pieces += [(parameter, piece) for block in _blocks(runs) for piece in _cut(block)]
+        pieces += [(parameter, piece) for block in _blocks(runs) for piece in cut(block, CHUNK_BYTES)]
     return tuple(_chunk(group, every) for group in _grouped(pieces))
 
 
@@ -356,24 +369,28 @@ def _blocks(runs: _Runs) -> tuple[Block, ...]:
     return tuple(made)
 
 
-def _cut(block: Block) -> Iterator[Block]:
+def cut(block: Block, most_bytes: int) -> Iterator[Block]:
+    """Yield blocks of at most so many bytes, which have the same bytes in the same order."""
     span = block.span
-    rows = max(1, PIECE_BYTES // span.length)
+    rows = max(1, most_bytes // span.length)
     for row in range(0, span.count, rows):
-        for byte in range(0, span.length, PIECE_BYTES):
-            length, count = min(PIECE_BYTES, span.length - byte), min(rows, span.count - row)
+        for byte in range(0, span.length, most_bytes):
+            length, count = min(most_bytes, span.length - byte), min(rows, span.count - row)
             at, to = span.at + row * span.step + byte, block.to + row * block.step + byte
             yield Block(Span(span.memory, at, span.step, length, count), to, block.step)
 
 
 def _grouped(pieces: Iterable[tuple[str, Block]]) -> Iterator[list[tuple[str, Block]]]:
-    """Groups of about `PIECE_BYTES`, each of one memory."""
+    """Groups of about `CHUNK_BYTES`, each of one memory."""
     waiting: dict[int, list[tuple[str, Block]]] = {}
+    sizes: defaultdict[int, int] = defaultdict(int)
     for parameter, block in pieces:
-        group = waiting.setdefault(block.span.memory, [])
-        group.append((parameter, block))
-        if sum(b.span.length * b.span.count for _, b in group) >= PIECE_BYTES:
-            yield waiting.pop(block.span.memory)
+        memory = block.span.memory
+        waiting.setdefault(memory, []).append((parameter, block))
+        sizes[memory] += block.span.length * block.span.count
+        if sizes[memory] >= CHUNK_BYTES:
+            del sizes[memory]
+            yield waiting.pop(memory)
     yield from waiting.values()
 
 

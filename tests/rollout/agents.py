@@ -269,6 +269,23 @@ class GivesUpAndHangs(Talks):
         return 1.0
 
 
+class HangsUp(Talks):
+    """Hangs up when its call has reached an engine, and waits until the call has been ended there."""
+
+    reached: ClassVar[threading.Event] = threading.Event()
+    ended: ClassVar[threading.Event] = threading.Event()
+
+    async def act(self) -> float:
+        call = asyncio.ensure_future(self.asked())
+        while not self.reached.is_set():
+            await asyncio.sleep(0.01)
+        call.cancel()
+        await asyncio.wait([call])
+        while not self.ended.is_set():
+            await asyncio.sleep(0.01)
+        return 1.0
+
+
 class Waits(Talks):
     """Makes no call, and never ends by itself."""
 

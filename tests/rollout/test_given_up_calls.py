@@ -6,18 +6,24 @@ import asyncio
 import json
 import queue
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from specactor.rollout import resume
+from specactor.rollout.child_process import ChildDied
+from specactor.rollout.conversations import Conversations
+from specactor.rollout.driver import Driver
 from specactor.rollout.endpoint import Body, Call, Endpoint, Part, Refusal
 from specactor.rollout.session import MAX_SEQUENCES, Session
+from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import RolloutRequest, Trajectory
+from tests.rollout import agents
 from tests.rollout.test_sessions import (
     LONGEST,
     MAX_NEW,
@@ -50,11 +56,20 @@ class Holds(Scripted):
             assert time.monotonic() < until
             time.sleep(0.01)
         if is_new and self.heeds_aborts and one.request_id in self.aborted:
-            cut = {"token_ids": [5, 6], "logprobs": [-1.0, -1.0], "finish_reason": "abort", "version": 1}
-            how["on_finished"](resume.whole(one, **cut))
+            how["on_finished"](cut(one))
             return
         super().generate(requests, **how)
         self.answered.add(one.prompt_ids)
+
+    def wait_for_abort(self, one: RolloutRequest) -> None:
+        until = time.monotonic() + 60
+        while one.request_id not in self.aborted:
+            assert time.monotonic() < until, "nobody asked"
+            time.sleep(0.01)
+
+
+def cut(one: RolloutRequest) -> Trajectory:
+    return resume.whole(one, token_ids=[5, 6], logprobs=[-1.0, -1.0], finish_reason="abort", version=1)
 
 
 @pytest.mark.parametrize("heeds_aborts", [True, False], ids=["aborted", "too late to abort"])
@@ -71,6 +86,73 @@ def test_what_a_client_gave_up_and_asked_again_is_learned_from_once(heeds_aborts
 def test_an_agent_that_gives_up_its_call_has_as_long_for_the_next_as_others() -> None:
     [t] = rollout([problem(0, "GivesUpAndHangs")], engines=[Holds()], timeout_s=2.0)
     assert t.failure == "tests.rollout.agents:GivesUpAndHangs: run: no call in time"
+
+
+class DiesOfTheAbort(Holds):
+    """Dies with a call that its client has given up."""
+
+    def generate(self, requests: Sequence[RolloutRequest], **how: Any) -> None:
+        self.wait_for_abort(requests[0])
+        self.alive = False
+        raise ChildDied("died")
+
+
+class AnswersWhenTold(Scripted):
+    def __init__(self) -> None:
+        super().__init__(stops_at=stops_at)
+        self.told = threading.Event()
+
+    def generate(self, requests: Sequence[RolloutRequest], **how: Any) -> None:
+        until = time.monotonic() + 60
+        while not self.told.wait(0.01) and not self.killed:
+            assert time.monotonic() < until
+        super().generate(requests, **how)
+
+
+def test_an_agent_whose_given_up_call_was_lost_with_its_engine_is_still_waited_for() -> None:
+    """It fails in its time; another engine works on until then."""
+    problems, other = [problem(0, "GivesUpAndHangs"), problem(1, "Talks")], AnswersWhenTold()
+    requests, engines = [request(p.index) for p in problems], [DiesOfTheAbort(), other]
+    with Conversations(requests, problems, TOKENIZER, timeout_s=2, max_prompt_tokens=LONGEST) as conversations:
+        driver = Driver(
+            cast("list[Engine]", engines),
+            notify=lambda t: other.told.set() if t.request_id == "c0" else None,
+            conversations=conversations,
+        )
+        driver.run([requests[:1], requests[1:]])
+    assert {name: t.failure for name, t in driver.done.items()} == {
+        "c0": "tests.rollout.agents:GivesUpAndHangs: run: no call in time",
+        "c1": "",
+    }
+
+
+class HeedsTheSecondAbort(Holds):
+    """Was not given its request when it was asked to end that, and passed over it."""
+
+    def generate(self, requests: Sequence[RolloutRequest], **how: Any) -> None:
+        [one] = requests
+        agents.HangsUp.reached.set()
+        self.wait_for_abort(one)
+        self.aborted.clear()
+        assert how["report_tokens"]
+        how["on_progress"](one, cut(one))
+        self.wait_for_abort(one)
+        how["on_finished"](cut(one))
+        agents.HangsUp.ended.set()
+
+
+def test_a_given_up_call_is_ended_though_the_engine_was_asked_too_early() -> None:
+    """Before its session is, at whose end all calls are ended."""
+    problems, requests, engine = [problem(0, "HangsUp")], [request(0)], HeedsTheSecondAbort()
+    agents.HangsUp.reached.clear()
+    agents.HangsUp.ended.clear()
+    with Conversations(requests, problems, TOKENIZER, timeout_s=120, max_prompt_tokens=LONGEST) as conversations:
+        driver = Driver(
+            cast("list[Engine]", [engine]), notify=lambda t: None, conversations=conversations, enough_groups=2
+        )
+        driver.run([requests])
+    assert driver.done["c0"].failure == "tests.rollout.agents:HangsUp: run: it ended without an answer of the policy"
+    assert engine.num_aborts == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -124,10 +124,12 @@ def test_a_wrong_version_forgets_what_was_begun() -> None:
     assert back != replace(group, requests=(request,))
 
 
-def resumed(rollout: RolloutConfig, groups: list[OpenGroup]) -> tuple[list[OpenGroup], list[str]]:
+def resumed(
+    rollout: RolloutConfig, groups: list[OpenGroup], *, replay: str = "off"
+) -> tuple[list[OpenGroup], list[str]]:
     """Return what a run goes on with, and what it tells."""
     run, notes = object.__new__(RolloutCollector), list[str]()
-    run.config = cast("Any", SimpleNamespace(rollout=rollout))
+    run.config = cast("Any", SimpleNamespace(rollout=rollout, train=SimpleNamespace(routing_replay=replay)))
     run.progress = cast("Any", SimpleNamespace(note=notes.append))
     run.prompts = cast("Any", SimpleNamespace(restore=lambda state: None))
     run.restore({"prompts": None, "open_groups": json.loads(json.dumps(resume.state(groups)))})
@@ -160,6 +162,34 @@ def test_groups_of_other_settings_are_begun_again(settings: dict[str, Any], told
     fresh = [replace(request, sampling=sampling_of(rollout)) for request in requests]
     assert back == resume.opened([], [7, 8], fresh)
     assert notes == [f"open groups of other settings are begun again: {told}"]
+
+
+@pytest.mark.parametrize("replay", ["r3", "r2", "off"])
+@pytest.mark.parametrize("are_packed", [True, False])
+@pytest.mark.parametrize("lacking", [None, "begun", "finished"])
+def test_groups_without_the_experts_that_a_resume_replays_are_begun_again(
+    lacking: str | None, are_packed: bool, replay: str
+) -> None:
+    """Their steps would fail, hours later; the other group goes on."""
+    requests = make_requests(0, 2)
+    begun = going_on(requests[0], respond(requests[0], 7, 0, ends=False))
+    finished = respond(requests[1], 8, 0, ends=True)
+    other = going_on(requests[2], respond(requests[2], 3, 0, ends=False))
+    if lacking == "begun":
+        assert begun.begun is not None
+        begun = replace(begun, begun=replace(begun.begun, routed_experts=b""))
+    if lacking == "finished":
+        finished = replace(finished, routed_experts=b"")
+    groups = resume.opened([], [7, 8], [begun, requests[1], other, requests[3]])
+    groups = [g.after({finished.request_id: packed(finished) if are_packed else finished}, {}) for g in groups]
+    rollout = RolloutConfig(group_size=SIZE, oversample=2, partial=True, max_new_tokens=10)
+    groups = [replace(g, requests=tuple(replace(r, sampling=sampling_of(rollout)) for r in g.requests)) for g in groups]
+    back, notes = resumed(rollout, groups, replay=replay)
+    begins_again = replay == "r3" and lacking is not None
+    kept = [sum(r.begun is not None for r in group.requests) + len(group.finished) for group in back]
+    assert kept == ([0, 1] if begins_again else [2, 1])
+    told = ["open groups of other settings are begun again: train.routing_replay other than r3"]
+    assert notes == (told if begins_again else [])
 
 
 def test_a_damaged_state_is_refused() -> None:

@@ -25,8 +25,12 @@ class Scripted:
     """An engine that starts, or dies while it starts, as its index has it next."""
 
     outcomes: dict[int, Iterator[bool | type[EngineError]]]
+    full = 0  # starts that a full disk will refuse
 
     def __init__(self, spec: EngineSpec) -> None:
+        if Scripted.full:
+            Scripted.full -= 1
+            raise OSError("no space left")
         self.spec, self.index = spec, spec.index
         self.ready: object = None
         self.alive = True
@@ -97,6 +101,16 @@ def test_each_engine_is_tried_until_it_starts(pauses: list[float]) -> None:
     kill_all(pool)
     assert pool.restart_lost() == (0, 1)
     assert pauses == [1.0]
+    assert not pool.any_lost()
+
+
+def test_an_engine_that_cannot_be_made_is_tried_again(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no process yet that could die, where there is no room for its log, or no process left."""
+    pool = make_pool({0: [True]})
+    kill_all(pool)
+    monkeypatch.setattr(Scripted, "full", 2)
+    assert pool.restart_lost() == (0,)
+    assert pauses == [1.0, 2.0]
     assert not pool.any_lost()
 
 
@@ -198,6 +212,8 @@ def test_what_an_engine_itself_refuses_at_its_first_start_ends_the_run_at_once(p
         (OSError("port in use"), False),
         (EOFError("a scheduler died"), False),
         (RuntimeError("out of memory"), False),
+        (NotImplementedError("no such kernel"), True),
+        (RecursionError("nested too deep"), True),
     ],
 )
 def test_an_engine_refuses_what_will_not_pass_and_dies_of_the_rest(

@@ -6,15 +6,18 @@ import threading
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
+from specactor import actor
 from specactor.actor import SpecActor
 from specactor.config import EngineConfig
 from specactor.errors import CopiesDifferError, EngineError, WeightSyncError
 from specactor.weights_sync.memory import SharedBuffer
-from specactor.weights_sync.messages import Holding, PlanReply
+from specactor.weights_sync.messages import Holding, PlanReply, PullReply
 from specactor.weights_sync.plan import Block, Chunk, Held, Span
 from specactor.weights_sync.pulls import JobPlan
 from tests.weights_sync.hosts_job import SIZE, Job, Rank
@@ -33,11 +36,11 @@ class Pool:
     def engines(self) -> list[Engine]:
         return [self._job.engines[self._rank]] if self._rank in self._job.engines else []
 
-    def any_lost(self) -> bool:
-        return any(engine.killed for engine in self.engines)
+    def lost(self) -> tuple[int, ...]:
+        return tuple(engine.index for engine in self.engines if engine.killed)
 
     def restart_lost(self, ended: Collection[int] = ()) -> tuple[int, ...]:
-        lost = self.any_lost()
+        lost = self.lost()
         if lost:
             self._job.engines[self._rank] = Engine()
             self.started += 1
@@ -52,38 +55,49 @@ class Together(Rank):
         return act()
 
 
-def sync(job: Job) -> tuple[list[Any], int, int]:
-    """What `SpecActor.sync` did on every rank, how many engines it started, and how many for deaths of their own."""
-    ranks = range(len(job.sources))
-    pools, found = [Pool(job, rank) for rank in ranks], list[Any]([None for _ in ranks])
+class Actors:
+    """One of each rank, with the real `SpecActor.sync`."""
 
-    def one(rank: int) -> None:
-        actor: Any = SpecActor(
-            config=SimpleNamespace(rollout=SimpleNamespace(engine=EngineConfig())),  # type: ignore[arg-type]
-            trainer=None,  # type: ignore[arg-type]
-            devices=SimpleNamespace(to_engines=lambda: None),  # type: ignore[arg-type]
-            rollouts=SimpleNamespace(pool=pools[rank]),  # type: ignore[arg-type]
-            sender=job.senders[rank],
-            weights=job.sources[rank],
-            collective=Together(job, rank),  # type: ignore[arg-type]
-            progress=SimpleNamespace(note=lambda text: None),  # type: ignore[arg-type]
-            distillation=None,
-            on_trace=lambda step, spans: None,
-            recorder=None,  # type: ignore[arg-type]
-            audit=None,  # type: ignore[arg-type]
-            version=job.version,
-        )
-        try:
-            found[rank] = actor.sync()
-        except WeightSyncError as error:
-            found[rank] = error
+    def __init__(self, job: Job, *, max_restarts: int = 3) -> None:
+        ranks = range(len(job.sources))
+        self._job, self._pools = job, [Pool(job, rank) for rank in ranks]
+        self._actors: list[Any] = [
+            SpecActor(
+                config=SimpleNamespace(  # type: ignore[arg-type]
+                    rollout=SimpleNamespace(engine=EngineConfig(max_restarts=max_restarts))
+                ),
+                trainer=None,  # type: ignore[arg-type]
+                devices=SimpleNamespace(to_engines=lambda: None),  # type: ignore[arg-type]
+                rollouts=SimpleNamespace(pool=self._pools[rank]),  # type: ignore[arg-type]
+                sender=job.senders[rank],
+                weights=job.sources[rank],
+                collective=Together(job, rank),  # type: ignore[arg-type]
+                progress=SimpleNamespace(note=lambda text: None),  # type: ignore[arg-type]
+                distillation=None,
+                on_trace=lambda step, spans: None,
+                recorder=None,  # type: ignore[arg-type]
+                audit=None,  # type: ignore[arg-type]
+            )
+            for rank in ranks
+        ]
 
-    threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found, sum(pool.started for pool in pools), sum(pool.counted for pool in pools)
+    def sync(self) -> tuple[list[Any], int, int]:
+        """What it did on every rank, how many engines were started so far, and how many for deaths of their own."""
+        found = list[Any]([None for _ in self._actors])
+
+        def one(rank: int) -> None:
+            self._actors[rank].version = self._job.version
+            try:
+                found[rank] = self._actors[rank].sync()
+            except WeightSyncError as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(len(found))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found, sum(pool.started for pool in self._pools), sum(pool.counted for pool in self._pools)
 
 
 @pytest.mark.parametrize("by_plan", [True, False])
@@ -96,7 +110,7 @@ def test_copies_that_differ_end_the_run_at_once(by_plan: bool, dies: int | None)
     job.sources[2].buffer.data[NORM_OF_RANK_2] ^= 16
     if dies is not None:
         die(job.engines[dies])
-    found, started, _ = sync(job)
+    found, started, _ = Actors(job).sync()
     assert [type(each) for each in found] == [CopiesDifferError] * 4, found
     [text] = {str(each) for each in found}
     assert "norm is not the same on trainer ranks 0 and 2" in text
@@ -110,11 +124,58 @@ def test_an_engine_that_died_is_started_again() -> None:
     job = Job(0)
     job.learn()
     die(job.engines[3])
-    found, started, counted = sync(job)
+    found, started, counted = Actors(job).sync()
     assert not any(isinstance(each, WeightSyncError) for each in found), found
     assert started == 2  # none may keep a mixture
     assert counted == 1, "the other one lived until the sync ended it"
     assert job.right()
+
+
+def steps_until_refused(happens: Callable[[Engine], None], *, apart: int = 1, most: int = 6) -> tuple[int, set[str]]:
+    """How many steps go on though something happens in each one's first sync, and what the ranks say of the next."""
+    job = Job(0)
+    actors = Actors(job, max_restarts=2)
+    for step in range(most):
+        job.learn()
+        job.version += apart - 1
+        happens(job.engines[3])
+        found, _, _ = actors.sync()
+        if errors := {f"{type(each).__name__}: {each}" for each in found if isinstance(each, WeightSyncError)}:
+            assert all(isinstance(each, WeightSyncError) for each in found), "all fail, or none"
+            return step, errors
+        assert job.right()
+    return most, set()
+
+
+def test_an_engine_that_lives_and_fails_in_every_step_ends_the_run() -> None:
+    """Nothing else would: no restart of an engine that a failed sync ended is counted as its own."""
+    steps, errors = steps_until_refused(lie)
+    assert steps == 2
+    [error] = errors
+    assert "rollout.engine.max_restarts: 3 weight syncs failed with engines that lived, allowed are 2 in 100 " in error
+    assert "Leave out a host that damages data" in error
+    assert "engine 0, rank 0: experts arrived with a wrong digest" in error
+    with mock.patch.object(actor, "RESTARTS_WITHIN", 0):  # the wrong version, which counts nothing
+        assert steps_until_refused(lie)[0] == 6
+
+
+def test_failed_syncs_of_long_ago_are_forgotten() -> None:
+    assert steps_until_refused(lie, apart=50)[0] == 6  # never three within a hundred
+    assert steps_until_refused(lie, apart=49)[0] == 2
+
+
+def test_syncs_in_which_an_engine_died_are_counted_as_its_deaths_alone() -> None:
+    assert steps_until_refused(die)[0] == 6
+
+
+def lie(engine: Engine) -> None:
+    """A digest in its next pull is wrong."""
+
+    def wrong(reply: bytes) -> bytes:
+        digests = msgspec.msgpack.decode(reply, type=PullReply).digests
+        return msgspec.msgpack.encode(PullReply(digests=(digests[0] ^ 1, *digests[1:])))
+
+    engine.answer = wrong
 
 
 def die(engine: Engine) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.weights_sync import digest as module
-from specactor.weights_sync.digest import digest
+from specactor.weights_sync.digest import copy_and_digest, digest, digest_spans
+from specactor.weights_sync.plan import Block, Span
+from tests.weights_sync.test_plan import SPANS, bytes_of
 
 FORMS: list[Callable[[torch.Tensor], int]] = [
     digest,
@@ -56,3 +61,34 @@ def test_a_copy_in_pieces_has_the_digest_of_the_whole(num_bytes: int) -> None:
     target = torch.zeros(num_bytes, dtype=torch.uint8)
     assert module.copy_with_digest(target, source) == digest(source)
     assert torch.equal(target, source)
+
+
+@given(st.lists(SPANS, min_size=1, max_size=5), st.sampled_from([1, 3, 16, 2**20]), st.integers(0, 99))
+def test_a_digest_is_of_the_same_bytes_in_the_same_order_however_they_are_cut(
+    spans: list[Span], piece: int, seed: int
+) -> None:
+    memory = np.random.default_rng(seed).integers(0, 256, 200, np.uint8)
+    blocks, end = list[Block](), 0
+    for span in spans:
+        blocks.append(Block(span, end, span.length + 1))  # a gap after every run
+        end += span.count * (span.length + 1)
+    wanted = memory[[byte for span in spans for byte in bytes_of(span)]].tobytes()
+    copied = np.zeros(end, np.uint8)
+    with mock.patch.object(module, "PIECE_BYTES", piece):
+        assert digest_spans({0: memory}, spans) == xxhash.xxh3_64_intdigest(wanted)
+        assert copy_and_digest([copied] * len(spans), blocks, [memory]) == xxhash.xxh3_64_intdigest(wanted)
+    places = [b.to + run * b.step + i for b in blocks for run in range(b.span.count) for i in range(b.span.length)]
+    assert copied[places].tobytes() == wanted
+
+
+def column_by_column(block: Block, most_bytes: int) -> Iterator[Block]:
+    span = block.span
+    for byte in range(span.length):
+        yield Block(Span(0, span.at + byte, span.step, 1, span.count), block.to + byte, block.step)
+
+
+def test_a_cut_in_another_order_has_another_digest() -> None:
+    memory, span = np.arange(64, dtype=np.uint8), Span(0, 0, 16, 8, 3)
+    right = digest_spans({0: memory}, [span])
+    with mock.patch.object(module, "cut", column_by_column):
+        assert digest_spans({0: memory}, [span]) != right

@@ -107,7 +107,7 @@ def test_every_element_of_an_engine_is_written_once_with_what_its_loader_gives_i
     memories, tensors = trainer.memories(), merged(trainer.parts(), trainer.hosts(), 0)
     for rank in range(pair.engine):
         loader = loaded(pair, rank)
-        with mock.patch.object(plan, "PIECE_BYTES", piece):
+        with mock.patch.object(plan, "CHUNK_BYTES", piece):
             chunks = plan.chunks(loader.copies, loader.sizes(), tensors)
         wanted = {name: value.copy() for name, value in loader.parameters.items()}
         written = times_written(loader, chunks)
@@ -133,7 +133,7 @@ def test_what_no_rank_of_a_host_has_crosses_to_it_once(pair: Pair, num_hosts: in
     memories, hosts = trainer.memories(), trainer.hosts()
     by_host = [merged(trainer.parts(), hosts, host) for host in range(max(hosts) + 1)]
     loaders = [(rank, loaded(pair, number)) for rank in range(len(hosts)) for number in range(pair.engine)]
-    with mock.patch.object(plan, "PIECE_BYTES", piece):
+    with mock.patch.object(plan, "CHUNK_BYTES", piece):
         chunks = [plan.chunks(of.copies, of.sizes(), by_host[hosts[rank]]) for rank, of in loaders]
     places: dict[int, Any] = {}
     for (_, loader), made in zip(loaders, chunks, strict=True):
@@ -326,6 +326,31 @@ def test_digits_say_where_each_element_lies(rows: int, columns: int, a_slice: in
     there = (wanted >= own.start) & (wanted < own.stop)
     assert np.array_equal(found, np.where(there, wanted - own.start, -1))
     assert made == plan.held(plan.index([wanted]), own, **where)
+
+
+SPANS = st.builds(Span, st.just(0), st.integers(0, 40), st.integers(0, 12), st.integers(1, 12), st.integers(1, 5))
+
+
+def bytes_of(span: Span) -> list[int]:
+    return [span.at + run * span.step + i for run in range(span.count) for i in range(span.length)]
+
+
+@given(st.lists(SPANS, min_size=1, max_size=12))
+def test_what_spans_cover_is_in_the_fewest_pieces(spans: list[Span]) -> None:
+    """Against a mark for every byte."""
+    marks = np.zeros(200, bool)
+    marks[[byte for span in spans for byte in bytes_of(span)]] = True
+    edges = np.flatnonzero(np.diff(marks, prepend=False)).reshape(-1, 2)
+    assert plan.covered(spans) == [(start, end) for start, end in edges.tolist()]
+
+
+def test_columns_of_all_ranks_are_one_run() -> None:
+    """Each row's part as a run of its own took minutes where columns of many experts are cut."""
+    spans = [Span(0, 64 + 16 * rank, 128, 16, 4096) for rank in range(8)]
+    with mock.patch.object(plan, "_expanded", wraps=plan._expanded) as expanded:
+        assert plan.covered(spans) == [(64, 64 + 128 * 4096)]
+    [[[block]]] = [call.args for call in expanded.call_args_list]
+    assert block.span.count == 1
 
 
 GRIDS = st.tuples(st.integers(0, 20), st.tuples(st.integers(0, 4), st.integers(0, 4)), st.permutations([1, 5]))

@@ -41,7 +41,7 @@ from specactor.rollout.decoupled.spec import (
     Work,
 )
 from specactor.rollout.decoupled.transport import Hub, Keys, new_session
-from specactor.rollout.frames import Failed, ProtocolError
+from specactor.rollout.frames import Failed, ProtocolError, is_final
 from specactor.rollout.speculation.costs import Point
 from specactor.trace import Recorder
 
@@ -317,7 +317,8 @@ def run(owner: socket.socket) -> None:
         )
     except Exception as error:  # the boundary of the process: the owner reports it, if it still waits
         traceback.print_exc()
-        say(frames.START, Failed(message=f"{type(error).__name__}: {error}"))
+        if is_final(error):
+            say(frames.START, Failed(message=f"{type(error).__name__}: {error}"))
 
 
 def _answer(loop: Loop, message: ToDrafter) -> FromDrafter:

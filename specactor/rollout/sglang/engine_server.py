@@ -14,7 +14,7 @@ import msgspec
 
 from specactor.errors import EngineError
 from specactor.rollout import frames
-from specactor.rollout.frames import Failed, ProtocolError
+from specactor.rollout.frames import Failed, ProtocolError, is_final
 from specactor.rollout.sglang.backend import Backend
 from specactor.rollout.sglang.engine_protocol import (
     TO_ENGINE,
@@ -33,7 +33,6 @@ from specactor.rollout.sglang.engine_protocol import (
 )
 
 _PROGRESS_EVERY_S = 1.0
-_MAY_PASS = (OSError, EOFError, MemoryError, RuntimeError)  # a port, a device or a disk; a scheduler that died
 _BACKSTOP_S = 30.0  # the trainer rank gives up first, and ends the engine: a rank that hangs cannot be used again
 
 
@@ -50,7 +49,7 @@ def run(connection: socket.socket) -> None:
     except Exception as error:  # the boundary of the process
         traceback.print_exc()
         # What the trainer rank hears of a first start it takes for final; after a death it tries again.
-        if not isinstance(error, _MAY_PASS) or isinstance(error, NotImplementedError | RecursionError):
+        if is_final(error):
             connection.sendall(frames.pack(header.call, Failed(message=f"{type(error).__name__}: {error}")))
         return
     try:

@@ -23,7 +23,26 @@ def scripted(spec: DrafterSpec) -> Scripted:
 
 
 def broken(spec: DrafterSpec) -> Scripted:
-    raise RuntimeError("no such weights")
+    raise ValueError("no such weights")
+
+
+def num_starts(spec: DrafterSpec) -> int:
+    """Of a drafter with this log, which calls it in each."""
+    with open(spec.log_file + ".starts", "a") as starts:
+        starts.write("x")
+        return starts.tell()
+
+
+def full_twice(spec: DrafterSpec) -> Scripted:
+    """Another process holds the device for its first two starts."""
+    if num_starts(spec) < 3:
+        raise RuntimeError("out of memory")
+    return Scripted()
+
+
+def refuses(spec: DrafterSpec) -> Scripted:
+    num_starts(spec)
+    raise ValueError("no such weights")
 
 
 def deadly(spec: DrafterSpec) -> Scripted:

@@ -236,7 +236,7 @@ def test_one_that_hangs_is_ended_all_the_same(drafter: DrafterProcess) -> None:
 @pytest.mark.parametrize(
     ("continuer", "message"),
     [
-        ("broken", "did not start: RuntimeError: no such weights"),
+        ("broken", "did not start: ValueError: no such weights"),
         ("deadly", "did not start: the process died"),
         ("missing", "did not start: AttributeError"),
     ],
