@@ -44,6 +44,7 @@ from specactor.trace import chrome_trace
 
 BATCHES = 2  # of requests, decoded one after the other
 MUCH_BETWEEN = 0.05  # of a pass, between two of plain decoding: more than that, and the machine had other work
+BESIDE = ", beside other tests"  # ends the machine of stored rows, by hand: a run does not know what else ran
 
 
 @dataclass(kw_only=True)
@@ -207,7 +208,18 @@ response was compared with plain decoding. `simulated`: what the simulator \
 predicts. A turn is a request in a round. Idle is the share of a group's time \
 in which its device would have nothing to do. Computing and `between` are this machine's own milliseconds, undilated: \
 the tiny model, and what is between two passes and after the last of a batch. When the last run began, {load:.1f} \
-processes wanted one of {cores} cores."""
+processes wanted one of {cores} cores.{beside}"""
+
+
+def beside_tests(rows: Sequence[Sequence[str]]) -> str:
+    """Say in which settings the machine ran other tests, too."""
+    names = dict.fromkeys(row[0] for row in rows if row[-1].endswith(BESIDE))
+    if not names:
+        return ""
+    return (
+        " Beside these settings other tests ran on the machine, which costs little where passes sleep (`between` "
+        f"tells how much): {'; '.join(names)}."
+    )
 
 
 def verdict(rows: Sequence[Sequence[str]]) -> str:
@@ -312,7 +324,7 @@ def run(names: Sequence[str], repetitions: int) -> tuple[Result, Rows]:
     result = Result(
         title="Drafting at the pace of GPUs",
         verdict=verdict([row for row in shown if known[row[0]].drafter is None]),
-        intro=INTRO.format(load=load, cores=cores),
+        intro=INTRO.format(load=load, cores=cores, beside=beside_tests(rows)),
         columns=(*COLUMNS, *WHEN),
         rows=rows,
         summary=(COLUMNS, shown),

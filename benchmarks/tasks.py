@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,6 @@ BINS = 4  # quantiles of lengths and entropies
 BOUND = "siblings, all ended before"
 PRIOR = 2.0  # responses that the mean of all counts as, beside siblings
 RIDGE = 1.0
-PAYS = 0.02
 ALONE = "the eight models"
 
 
@@ -182,17 +182,13 @@ RULES: Mapping[str, Callable[[Known], Ints]] = {
 FIRST, LAST = "one for all", "best in hindsight"
 
 
-def resampled(of: Known, chosen: Mapping[str, Ints]) -> dict[str, Floats]:
-    """Return [1 + R] seconds of held-out responses by rule: of all prompts, then of resampled ones, in pairs."""
+def resampled(of: Known, values_N: Floats) -> Floats:
+    """Return [1 + R] sums over held-out responses: of all prompts, then of resampled ones, the same at each call."""
     test_N = ~of.is_learned_N
     prompts, place_N = np.unique(of.prompt_N[test_N], return_inverse=True)
     picked = np.random.default_rng(0).integers(len(prompts), size=(RESAMPLES, len(prompts)))
-    found = {}
-    for name, way_N in chosen.items():
-        own_N = of.seconds_NM[np.arange(len(way_N)), way_N][test_N]
-        by_prompt = np.bincount(place_N, weights=own_N, minlength=len(prompts))
-        found[name] = np.concatenate([[by_prompt.sum()], by_prompt[picked].sum(1)])
-    return found
+    by_prompt = np.bincount(place_N, weights=values_N[test_N], minlength=len(prompts))
+    return np.concatenate([[by_prompt.sum()], by_prompt[picked].sum(1)])
 
 
 def likely(values: Floats) -> str:
@@ -202,19 +198,23 @@ def likely(values: Floats) -> str:
 
 
 def judged(pool: str, batch: int, of: Known) -> list[list[str]]:
-    """Return rows: what each rule gains on one way for all, and loses to the best in hindsight."""
+    """Return rows: how often each rule names the best way, what it gains on one for all, and loses to hindsight."""
     chosen = {name: rule(of) for name, rule in RULES.items()}
-    found = resampled(of, chosen)
+    own = {name: of.seconds_NM[np.arange(len(way_N)), way_N] for name, way_N in chosen.items()}
+    found = {name: resampled(of, seconds_N) for name, seconds_N in own.items()}
+    number = resampled(of, np.ones(len(of.prompt_N)))
     test_N = ~of.is_learned_N
     rows = []
     for name, way_N in chosen.items():
         used_M = np.bincount(way_N[test_N], minlength=len(WAYS)) / test_N.sum()
         shares = [f"{way} {share:.0%}" for way, share in zip(WAYS, used_M.tolist(), strict=True) if share >= 0.005]
+        is_best_N = (own[name] <= own[LAST]).astype(np.float64)  # several may be
         rows.append(
             [
                 pool,
                 str(batch),
                 name,
+                likely(resampled(of, is_best_N) / number),
                 likely(found[FIRST] / found[name] - 1),
                 likely(found[name] / found[LAST] - 1),
                 ", ".join(shares),
@@ -234,7 +234,16 @@ COLUMNS = (
     *(f"accept_rate, {method}" for method in METHODS),
     *(text for batch in BATCHES for text in (f"best, batch {batch}", f"gain, batch {batch}")),
 )
-RULED = ("models", "batch", "chosen by", "gain on one for all, %", "loss to hindsight, %", "what is chosen")
+RULED = (
+    "models",
+    "batch",
+    "chosen by",
+    "best named, %",
+    "over one for all, %",
+    "loss to hindsight, %",
+    "what is chosen",
+)
+NAMED, GAIN = 3, 4  # columns
 
 
 def task_row(task: str, responses: Sequence[Response], table: CostTable) -> list[str]:
@@ -245,8 +254,7 @@ def task_row(task: str, responses: Sequence[Response], table: CostTable) -> list
     best: list[str] = []
     for batch in BATCHES:
         sum_M = seconds(responses, table, batch).sum(0)
-        at = int(sum_M.argmin())
-        best += [WAYS[at], f"{sum_M[0] / sum_M[at]:.2f}"]
+        best += [WAYS[sum_M.argmin()], f"{sum_M[0] / sum_M.min():.2f}"]
     return [
         task,
         TASKS[task].kind if task in TASKS else "all",
@@ -259,18 +267,44 @@ def task_row(task: str, responses: Sequence[Response], table: CostTable) -> list
 
 
 def verdict(rows: Sequence[Sequence[str]], ruled: Sequence[Sequence[str]]) -> str:
-    """Say what is best where, and whether anything tells it beforehand."""
+    """Say what knowing the task gains, whether anything else adds to it, and what is best where."""
     at = COLUMNS.index(f"best, batch {BATCHES[-1]}")
-    best = ", ".join(f"{way} {count}" for way in WAYS if (count := [row[at] for row in rows].count(way)))
-    rules = [row for row in ruled if row[2] not in (FIRST, BOUND, LAST)]
-    sure = [row for row in rules if _bounds(row[3])[1] > 100 * PAYS]
-    by_task = [row for row in ruled if row[2] == "task" and row[0] == ruled[-1][0]]
-    gains = " and ".join(f"{row[3].replace(' (', ' % (')} at batch {row[1]}" for row in by_task)
+    best = [f"{way} for {count}" for way in WAYS if (count := [row[at] for row in rows].count(way))]
+    named = by_name(ruled)
+    gains: defaultdict[str, list[str]] = defaultdict(list)
+    for row in named["task"]:
+        gains[row[0]].append(f"{row[GAIN].replace(' (', ' % (')} at batch {row[1]}")
+    more = max(
+        _bounds(row[GAIN])[0] - _bounds(of_task[GAIN])[0]
+        for name in RULES
+        if name not in ("task", BOUND, LAST)
+        for row, of_task in zip(named[name], named["task"], strict=True)
+    )
     return (
-        f"Predicted, not timed: choosing by task gains {gains} on one method for all requests "
-        f"({ruled[-1][0]}), at most. {len(sure)} of {len(rules)} rules known before the first token "
-        f"gain more than {100 * PAYS:.0f} %. "
-        f"Best at batch {BATCHES[-1]}, of {len(rows)} pairs of models: {best}."
+        "By prediction, not timed, choosing by task gains, on one method for all requests, "
+        f"{'; '.join(' and '.join(of) + f' with {pool}' for pool, of in gains.items())}. "
+        f"What else is known before the first token adds at most {max(more, 0.0):.1f} points. "
+        f"At batch {BATCHES[-1]} the best is {' and '.join(best)} of {len(rows)} pairs of models."
+    )
+
+
+def by_name(ruled: Sequence[Sequence[str]]) -> dict[str, list[Sequence[str]]]:
+    """Return rows of `judged` by rule."""
+    return {name: [row for row in ruled if row[2] == name] for name in RULES}
+
+
+def answer(ruled: Sequence[Sequence[str]]) -> str:
+    """Say how often the rules name the best method."""
+    named = by_name(ruled)
+    cells = [
+        f"{of[0][0]}, batch {of[0][1]}: {', '.join(f'{_bounds(row[NAMED])[0]:.0f}' for row in of[:-1])} "
+        f"(the task gains {_bounds(of[1][GAIN])[0]:.1f} % where hindsight gains {_bounds(of[-1][GAIN])[0]:.1f} %)"
+        for of in zip(*(named[name] for name in (FIRST, "task", "all but siblings", LAST)), strict=True)
+    ]
+    return (
+        "**Does anything known before the first token tell the best method?** Percent of held-out responses whose best "
+        "method in hindsight is that of one for all, of their task, of all that is known before siblings begin: "
+        f"{'; '.join(cells)}.\n\n"
     )
 
 
@@ -284,27 +318,27 @@ def _bounds(cell: str) -> tuple[float, float, float]:
 INTRO = f"""\
 Each task has a dense model of {SHAPE.num_layers} layers that learned {WORKED} worked answers in {LEARNS.steps} \
 updates of {LEARNS.batch_size} and its first layer as a draft model, distilled from it on such \
-answers; the mix, where it has a row, is one more pair that learned all tasks. \
+answers; the mix is one more pair, which learned all tasks. \
 They sample {GROUP_SIZE} responses to each held-out prompt in each of \
 {VISITS} visits at temperature 1; the policy stays the same, so an earlier visit tells as much as it can. Responses \
 are replayed in rounds, {RUNNING} together, with a window of {WINDOW}: `suffix` drafts itself and keeps its text, \
 `model` is right where its token with the policy's noise is the response's, `both` verifies the two drafts as a tree. \
 Gains are tokens over plain decoding's in the same seconds, by the planner's cost table for {TARGET} with {DRAFT} \
 drafting on {DEVICES} {GPU} at {CONTEXT} tokens of context, \
-keys read once per verification, not measured. The first table is of both visits, the second of the last one, where \
+keys read once per verification. Nothing is timed: rounds and draft tokens are counted, so other work on the machine \
+changes no figure. The first table is of both visits, the second of the last one, where \
 `suffix` knows earlier responses of the same policy."""
 
 NOTES = """\
-**Does what is known before the first token tell the best method?** A rule is made from the second visit to half of \
-the prompts and judged on the other half: percent more tokens per second than with one method for all requests, and \
-percent more seconds than the best for each request in hindsight, with 95 % intervals from resampled prompts. \
-*Siblings, all ended before* is a \
-bound: siblings run together, so they have ended only where they were over-sampled or begun earlier. A request's \
-seconds are its share of a batch whose requests all draft alike; in a mixed batch a draft model's step costs nearly \
-as much for half of the requests, so choosing brings less than here. The shipped planner learns a request's \
-acceptance while it runs; how much of these gains that already takes is not in these figures. What is known before \
-would go into the acceptance that the planner believes of a request that has not drafted yet, by data set in place of \
-one for all.
+A rule is made from the second visit to half of the prompts and judged on the other half: percent of the responses \
+whose best method it names, percent more tokens per second than with one method for all requests, and percent more \
+seconds than the best for each request in hindsight, with 95 % intervals from resampled prompts. *Siblings, all ended \
+before* is a bound: siblings run together, so they have ended only where they were over-sampled or begun earlier. A \
+request's seconds are its share of a batch whose requests all draft alike; in a mixed batch a draft model's step costs \
+nearly as much for half of the requests, so choosing brings less than here. A run has one policy, as *one model of all \
+tasks* has; of *the eight models* the task also tells which model. The shipped planner learns a request's acceptance \
+while it runs; how much of these gains that already takes is not in these figures. What is known before would go into \
+the acceptance that the planner believes of a request that has not drafted yet, by data set in place of one for all.
 
 """
 
@@ -326,6 +360,7 @@ def page(found: Mapping[str, Sequence[Response]]) -> Result:
     table = costs()
     rows = [task_row(task, responses, table) for task, responses in found.items()]
     ruled = ruled_rows(found, table)
+    missing = [task for task in (*TASKS, MIX) if task not in found]
     shown: Table = (
         [*COLUMNS[:4], *(f"accept_length (accept_rate), {method}" for method in METHODS), *COLUMNS[10:]],
         [[*row[:4], *(f"{a} ({b})" for a, b in zip(row[4:7], row[7:10], strict=True)), *row[10:]] for row in rows],
@@ -333,11 +368,11 @@ def page(found: Mapping[str, Sequence[Response]]) -> Result:
     return Result(
         title="Which draft method for which task",
         verdict=verdict(rows, ruled),
-        intro=INTRO,
+        intro=INTRO + (f" Missing: {', '.join(missing)}." if missing else ""),
         columns=COLUMNS,
         rows=rows,
         summary=shown,
-        notes=NOTES + markdown(RULED, ruled),
+        notes=answer(ruled) + NOTES + markdown(RULED, ruled),
     )
 
 

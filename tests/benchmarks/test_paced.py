@@ -186,6 +186,12 @@ def test_rows_carry_when_and_where_they_were_measured() -> None:
     assert paced.source(rows) == "Measured: 2026-11-25 to 2026-11-27, 2 cores; 2026-11-26, 8 cores."
 
 
+def test_the_page_says_beside_which_rows_other_tests_ran() -> None:
+    rows = [["a", "2 cores"], ["b", f"2 cores{paced.BESIDE}"], ["b", f"2 cores{paced.BESIDE}"]]
+    assert paced.beside_tests(rows).endswith("tells how much): b.")
+    assert paced.beside_tests(rows[:1]) == ""
+
+
 def test_the_page_says_where_the_machine_was_busy() -> None:
     """Plain decoding has nothing to wait for between passes but the machine; wrong was: its contestants count, too."""
 

@@ -109,12 +109,17 @@ def test_seconds_are_those_of_the_table() -> None:
 
 def test_where_tasks_differ_rules_that_see_it_win() -> None:
     rows = {row[2]: row for row in tasks.judged("x", 8, known_of(two_tasks()))}
-    gains = {name: tasks._bounds(row[3])[0] for name, row in rows.items()}
+    gains = {name: tasks._bounds(row[tasks.GAIN])[0] for name, row in rows.items()}
     assert gains[tasks.FIRST] == gains["prompt's length"] == gains["entropy of the last visit"] == 0.0
     for name in ("task", "the group's last visit", "siblings, all ended before", "all but siblings", tasks.LAST):
         assert gains[name] > 20, name
-        assert tasks._bounds(rows[name][4])[0] == pytest.approx(0.0, abs=0.05)
-    assert rows["task"][5] == "suffix 50%, model 50%"
+        assert tasks._bounds(rows[name][tasks.GAIN + 1])[0] == pytest.approx(0.0, abs=0.05)
+    assert {name: rows[name][tasks.NAMED].partition(" ")[0] for name in ("one for all", "task", tasks.LAST)} == {
+        "one for all": "50.0",
+        "task": "100.0",
+        tasks.LAST: "100.0",
+    }
+    assert rows["task"][-1] == "suffix 50%, model 50%"
 
 
 def test_no_rule_sees_the_seconds_that_it_is_judged_by() -> None:
@@ -141,9 +146,12 @@ def test_a_response_is_not_its_own_sibling() -> None:
 def test_the_page_says_what_is_best_and_whether_it_is_known_before() -> None:
     responses = two_tasks()
     made = tasks.page({MIX: responses, "bf": [r for r in responses if r.task == "bf"]})
-    assert made.verdict.startswith("Predicted, not timed: choosing by task gains 0.0 % (0.0 to 0.0)")
-    assert " of 20 rules known" in made.verdict, "of the one model of all tasks"
-    assert made.verdict.endswith("of 2 pairs of models: suffix 2.")
+    assert "0.0 % (0.0 to 0.0) at batch 64 with the eight models. What else " in made.verdict, "which are of one task"
+    assert "0.0 % (0.0 to 0.0) at batch 64 with one model of all tasks" not in made.verdict
+    assert " adds at most 0.0 points" in made.verdict, "where the task tells all"
+    assert "one model of all tasks, batch 8: 50, 100, 100 (the task gains " in made.notes
+    assert made.intro.endswith(f" Missing: {', '.join(task for task in TASKS if task != 'bf')}.")
+    assert made.verdict.endswith("the best is suffix for 2 of 2 pairs of models.")
     assert all(len(row) == len(made.columns) for row in made.rows)
     row = dict(zip(made.columns, made.rows[1], strict=True))
     assert row["accept_length, suffix"] == "5.00"
