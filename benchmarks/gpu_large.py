@@ -166,7 +166,7 @@ def large(bench: Bench) -> dict[str, Any]:
     bench.close()
     shape = Shape() if bench.on_gpu else SMALL
     if bench.on_gpu and torch.cuda.mem_get_info()[1] < MEMORY_BYTES:
-        return {"left out": f"the device has less than {MEMORY_BYTES / 1e9:.0f} GB"}
+        return {"left out": f"left out: the device has less than {MEMORY_BYTES / 1e9:.0f} GB"}
     folder, largest = folders(shape, bench.folder), max(bench.size.windows)
     models = (str(folder / "draft"), str(folder / "head"))
     most = max(bench.size.batches)

@@ -63,7 +63,7 @@ def test_a_model_that_has_no_room_is_left_out(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 85_000_000_000))
     with ExitStack() as stack:
         found = {"large": gpu_large.large(gpu.Bench("cuda", tmp_path, stack))}
-    assert gpu.verdict(found) == [("large", "left out the device has less than 135 GB")]
+    assert gpu.verdict(found) == [("large", "left out: the device has less than 135 GB")]
     assert gpu.is_right(found)
 
 
