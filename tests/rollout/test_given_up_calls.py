@@ -19,7 +19,7 @@ from specactor.rollout import resume
 from specactor.rollout.child_process import ChildDied
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.driver import Driver
-from specactor.rollout.endpoint import Body, Call, Endpoint, Part, Refusal
+from specactor.rollout.endpoint import Body, ChatCall, Endpoint, Part, Refusal
 from specactor.rollout.session import MAX_SEQUENCES, Session
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import RolloutRequest, Trajectory
@@ -158,7 +158,7 @@ def test_a_given_up_call_is_ended_though_the_engine_was_asked_too_early() -> Non
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_answered", [0, 1, 2])
 def test_the_endpoint_tells_of_clients_that_hang_up_before_their_answer(stream: bool, num_answered: int) -> None:
-    taken: queue.Queue[Call] = queue.Queue()
+    taken: queue.Queue[ChatCall] = queue.Queue()
     endpoint = Endpoint()
     base_url, key = endpoint.base_url, endpoint.open(taken.put)
     host, _, port = base_url.removeprefix("http://").removesuffix("/v1").partition(":")
@@ -182,12 +182,12 @@ def begun() -> Session:
     return Session(request(0), TOKENIZER, max_prompt_tokens=LONGEST)
 
 
-def made(*said: str, **options: Any) -> Call:
+def made(*said: str, **options: Any) -> ChatCall:
     loop = asyncio.new_event_loop()
     loop.close()  # nobody waits
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
-    return Call(body=Body(messages=messages, **options), loop=loop)
+    return ChatCall(body=Body(messages=messages, **options), loop=loop)
 
 
 def answer(session: Session, turn: RolloutRequest, text: str = "yes") -> None:
@@ -198,7 +198,7 @@ def answer(session: Session, turn: RolloutRequest, text: str = "yes") -> None:
     )
 
 
-def give_up(session: Session, call: Call) -> None:
+def give_up(session: Session, call: ChatCall) -> None:
     call.is_given_up = True
     assert session.ask(call) == []
 
