@@ -155,8 +155,9 @@ class Decider:
         emitted, seconds = float(found[best].tokens.sum()), found[best].seconds
         return Choice(windows=(best + 1,) * requests, emitted=emitted, round_s=seconds)
 
-    def saw(self, method: str, request_id: str, *, asked: int, accepted: int) -> None:
-        self.model(method).observe(request_id, asked, accepted, asked=asked)
+    def saw(self, method: str, request_ids: Sequence[str], *, asked: Sequence[int], accepted: Sequence[int]) -> None:
+        """Learn from one round's verifies, of different requests."""
+        self.model(method).observe_all(request_ids, asked, accepted, asked=asked)
 
     def took(self, decision: Decision, *, requests: int, seconds: float, rounds: int) -> None:
         if self.adapts and decision.predicted_s > 0:

@@ -189,13 +189,14 @@ def show(
     each = int(max(1, min(rounds, MOST_SAMPLED, SAMPLED // requests)))
     drafting = bool((of.windows > 0).any())
 
+    names = [name_of(i) for i in engine.running.tolist()]
+
     # a sampled verify accepts as many draft tokens as one uniform number is below their survivals: that is their law.
     def verifies(method: str, window_B: Ints, each: int) -> None:
         survival_BW = survivals(engine.running, method)[:, :max_window]
         right_KB = (survival_BW > rng.random((each, requests, 1))).sum(axis=2)
-        for i, window, right_K in zip(engine.running.tolist(), window_B.tolist(), right_KB.T.tolist(), strict=True):
-            for right in right_K if window else ():
-                engine.decider.saw(method, name_of(i), asked=window, accepted=min(right, window))
+        for accepted_B in np.minimum(right_KB, window_B):  # by rounds, as an engine sees them
+            engine.decider.saw(method, names, asked=window_B.tolist(), accepted=accepted_B.tolist())
 
     for method in [of.drafter] if drafting else list(engine.decider.acceptance):
         verifies(method, of.windows if drafting else np.full(requests, max_window), each if drafting else 1)

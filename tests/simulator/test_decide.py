@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +70,12 @@ def decider(*, p: float = 0.6, ahead: bool = False, fits: Mapping[str, int] | No
 
 def teach(one: Decider, method: str, accepted: int, times: int = 40) -> None:
     for _ in range(times):
-        for sequence in SEQUENCES:
-            one.saw(method, sequence.request_id, asked=W, accepted=accepted)
+        saw(one, method, SEQUENCES, accepted)
+
+
+def saw(one: Decider, method: str, sequences: Sequence[DraftSequence], accepted: int) -> None:
+    n = len(sequences)
+    one.saw(method, [sequence.request_id for sequence in sequences], asked=[W] * n, accepted=[accepted] * n)
 
 
 def decide(one: Decider) -> Decision:
@@ -115,9 +119,8 @@ def test_a_drafter_elsewhere_offers_all_requests_one_window() -> None:
     for name in one.local:
         one.fits = {name: 0 for name in one.local}
     teach(one, one.plan.draft.drafter, 2)
-    for sequence in SEQUENCES[::2]:  # every other request is nearly always right
-        for _ in range(400):
-            one.saw(one.plan.draft.drafter, sequence.request_id, asked=W, accepted=W)
+    for _ in range(400):  # every other request is nearly always right
+        saw(one, one.plan.draft.drafter, SEQUENCES[::2], W)
     found = decide(one)
     assert found.kind == AHEAD
     assert len(set(found.windows.tolist())) == 1
