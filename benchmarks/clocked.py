@@ -19,7 +19,7 @@ from benchmarks.paced_devices import MAX_WINDOW, Setting, response_tokens
 from specactor.config import SpeculationConfig
 from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.engine_side import Tails
-from specactor.rollout.decoupled.main import MAX_LANES, Pace
+from specactor.rollout.decoupled.main import MAX_LANES, BatchTiming
 from specactor.rollout.decoupled.remote_drafter import Patience
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.speculator import Speculator
@@ -104,13 +104,13 @@ class Drafting:
     step_s: list[float]
     message_s: float = MESSAGE_S
     mirrors: MirroredRequests = field(default_factory=lambda: MirroredRequests(DRAFTER, max_tokens=1 << 40))
-    pace: Pace = field(default_factory=Pace)
+    timing: BatchTiming = field(default_factory=BatchTiming)
     now_s: float = 0.0
     inbox: list[tuple[float, int, bytes]] = field(default_factory=list)  # (when it arrives, session, frame)
     outbox: dict[int, list[tuple[float, bytes]]] = field(default_factory=dict)
 
     def until(self, end_s: float, *, branches: bool) -> None:
-        """Take turns until then; as in `Loop.turn`."""
+        """Take turns until then; as in `DrafterLoop.turn`."""
         while self.now_s <= end_s:
             here = [mail for mail in self.inbox if mail[0] <= self.now_s]
             self.inbox = [mail for mail in self.inbox if mail[0] > self.now_s]
@@ -118,14 +118,14 @@ class Drafting:
                 self.mirrors.receive(session, frame, self.now_s)
             self.mirrors.forgotten()
             self._send()
-            lanes = self.mirrors.wanted(MAX_LANES, slower=self.pace.is_slower)
+            lanes = self.mirrors.wanted(MAX_LANES, slower=self.timing.is_slower)
             if branches:
-                lanes += self.mirrors.branches(self.pace.free(len(lanes), MAX_LANES))
+                lanes += self.mirrors.branches(self.timing.free(len(lanes), MAX_LANES))
             if not lanes:
                 self.now_s += IDLE_S
                 continue
             step_s = self.step_s[len(lanes) - 1]
-            self.pace.batch(len(lanes), step_s)
+            self.timing.batch(len(lanes), step_s)
             self.now_s += step_s
             self.mirrors.extended(lanes, self.continuer.extend(lanes), self.continuer.runners_up())
             self._send()

@@ -12,7 +12,7 @@ from statistics import fmean
 from benchmarks import paced_settings
 from benchmarks.clocked import coupled, decoupled
 from benchmarks.paced_devices import MAX_WINDOW, Setting, published
-from benchmarks.paced_engine import Pace as DevicePace
+from benchmarks.paced_engine import DevicePace
 from benchmarks.plots import number
 from benchmarks.results import Result, likely, markdown, publish
 from specactor.rollout.speculation.costs import Grid

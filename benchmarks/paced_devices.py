@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from benchmarks.dialled import SCRIPT, Script
-from benchmarks.paced_engine import NOTED, PACE, PASSES, Pace, Passes
+from benchmarks.paced_engine import NOTED, PACE, PASSES, DevicePace, Passes
 from benchmarks.paced_link import delayed
 from benchmarks.paced_turns import Step, Turns, logged
 from specactor.config import EngineConfig, SpeculationConfig, TinyModelConfig
@@ -62,7 +62,7 @@ class Setting:
     """What is imitated: devices in groups, each with an engine, or the last of them with the drafter instead."""
 
     name: str
-    pace: Pace
+    pace: DevicePace
     batch: int  # requests of all groups
     groups: int = 2  # of devices
     acceptance: float = 0.8
@@ -70,11 +70,11 @@ class Setting:
     runner_up: float = 0.5
     tokens: int = 96  # per request; with `tail` the most
     tail: bool = False
-    paces: tuple[Pace, ...] = ()  # of groups that differ; else all have `pace`
-    drafter: Grid | None = None  # as `Pace.draft`, of a device of its own that drafts: then all groups verify
+    paces: tuple[DevicePace, ...] = ()  # of groups that differ; else all have `pace`
+    drafter: Grid | None = None  # as `DevicePace.draft`, of a device of its own that drafts: then all groups verify
     link_s: float = 0.0  # between a drafter and its engines, one way, before dilation
 
-    def of_group(self, group: int) -> Pace:
+    def of_group(self, group: int) -> DevicePace:
         return self.paces[group] if self.paces else self.pace
 
     @property
@@ -88,16 +88,18 @@ class Setting:
         return (last if self.drafter is None else msgspec.structs.replace(last, draft=self.drafter)).step_s(requests)
 
 
-def published(target: str, draft: str, gpu: str, *, devices: int, context: int, most: int, dilation: float) -> Pace:
+def published(
+    target: str, draft: str, gpu: str, *, devices: int, context: int, most: int, dilation: float
+) -> DevicePace:
     """Return the pace of an engine on `devices` GPUs by the roofline, and of the draft model on as many, for up to
     `most` requests. Keys are read once per request."""
     roofline = Roofline(SHAPES[target], device(gpu), devices=devices, context=context, keys_once=True)
     beside = Roofline(SHAPES[draft], device(gpu), devices=devices, context=context)
     table = cost_table(roofline, {draft: beside}, max_window=MAX_WINDOW, max_requests=most)
-    return Pace(plain=table.plain, verify=table.verify, draft=table.drafters[draft], dilation=dilation)
+    return DevicePace(plain=table.plain, verify=table.verify, draft=table.drafters[draft], dilation=dilation)
 
 
-def flat(pass_s: float, step_s: float, *, dilation: float = 1.0) -> Pace:
+def flat(pass_s: float, step_s: float, *, dilation: float = 1.0) -> DevicePace:
     """Return a pace that no number of requests changes."""
 
     def grid(seconds: Sequence[float]) -> Grid:
@@ -105,7 +107,7 @@ def flat(pass_s: float, step_s: float, *, dilation: float = 1.0) -> Pace:
         return Grid(requests=(1.0,), per_request=each, seconds=(tuple(seconds),))
 
     steps = grid([step_s * window for window in range(1, MAX_WINDOW + 1)])
-    return Pace(plain=grid([pass_s]), verify=grid([pass_s]), draft=steps, dilation=dilation)
+    return DevicePace(plain=grid([pass_s]), verify=grid([pass_s]), draft=steps, dilation=dilation)
 
 
 @dataclass(kw_only=True)

@@ -23,7 +23,7 @@ from specactor.rollout.speculation.costs import Grid
 from specactor.rollout.speculation.drafter import DraftSequence
 
 PACE = "SPECACTOR_BENCHMARK_PACE"
-"""Environment variable: path of a `Pace` as JSON, read once, when an engine starts."""
+"""Environment variable: path of a `DevicePace` as JSON, read once, when an engine starts."""
 PASSES = "paced.passes"
 """Rank call: `Passes` since the last one. No payload."""
 NOTED = "paced.turns"
@@ -31,7 +31,7 @@ NOTED = "paced.turns"
 HALF = 0.5
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
+class DevicePace(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one device, before dilation. Grids over (requests, rows per request)."""
 
     plain: Grid
@@ -49,7 +49,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
         return [self.dilation * self.draft.at(n, 1.0) for n in range(1, requests + 1)]
 
     @classmethod
-    def read(cls, path: str) -> Pace:
+    def read(cls, path: str) -> DevicePace:
         return msgspec.json.decode(Path(path).read_bytes(), type=cls)
 
 
@@ -106,7 +106,7 @@ class Noted:
 
 
 class Paced:
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: DevicePace) -> None:
         self._pace = pace
         self._passes = Passes()
         self.noted = Noted()
@@ -167,6 +167,6 @@ def run(connection: socket.socket) -> None:
     from specactor.rollout.sglang import engine_server, rank_calls
 
     rank_calls.RANK_CALLS |= {PASSES: passes, NOTED: turns}
-    _paced = Paced(Pace.read(os.environ[PACE]))
+    _paced = Paced(DevicePace.read(os.environ[PACE]))
     _paced.install()
     engine_server.run(connection)

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.clocked import HOST_S, coupled, decoupled, message_s, off_s
 from benchmarks.paced_devices import MAX_WINDOW, Setting, published
-from benchmarks.paced_engine import Pace
+from benchmarks.paced_engine import DevicePace
 from benchmarks.paced_settings import L20, steps_of
 from benchmarks.plots import STYLE, dots
 from benchmarks.results import RESULTS, Result, publish, stored
@@ -136,7 +136,7 @@ def _seconds(setting: Setting, group: int, mode: Mode) -> float:
     return min((each / plan.tokens_per_s for plan in plans if plan.mode == mode), default=float("inf"))
 
 
-def _table(pace: Pace) -> CostTable:
+def _table(pace: DevicePace) -> CostTable:
     """Return what a profile of such an engine would say, what is between two passes included."""
 
     def with_host(grid: Grid) -> Grid:

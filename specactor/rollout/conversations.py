@@ -27,7 +27,7 @@ from specactor.data import chat
 from specactor.data.environment import Agent, Environment, Said, checked, environment_of
 from specactor.errors import DataError
 from specactor.rollout import resume
-from specactor.rollout.endpoint import Call, Endpoint, is_refusal
+from specactor.rollout.endpoint import ChatCall, Endpoint, is_refusal
 from specactor.rollout.session import TURN, Parse, Session
 from specactor.types import Problem, RolloutRequest, Trajectory
 
@@ -36,7 +36,7 @@ MAX_CHARACTERS_PER_TOKEN = 64  # longer observations, for the tokens that are le
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class EnvironmentAnswer:
     """The outcome of an environment's call; for an agent, that there is news."""
 
     request_id: str
@@ -52,9 +52,9 @@ class _Conversation:
     kind: type[Environment] | type[Agent]
     environment: Environment | Agent | None = None  # made in its thread, by the first call
     session: Session | None = None  # of an agent
-    calls: queue.SimpleQueue[Call] = field(default_factory=queue.SimpleQueue)  # an agent's, not yet taken
-    result: Answer | None = None  # of an agent that has ended
-    answered: Callable[[Answer], None] = lambda answer: None
+    calls: queue.SimpleQueue[ChatCall] = field(default_factory=queue.SimpleQueue)  # an agent's, not yet taken
+    result: EnvironmentAnswer | None = None  # of an agent that has ended
+    answered: Callable[[EnvironmentAnswer], None] = lambda answer: None
     key: str = ""
     so_far: Trajectory | None = None  # None: the environment has not started
     turn: RolloutRequest | None = None  # what an engine is to generate, or generates
@@ -148,7 +148,7 @@ class Conversations:
         name, is_agents, _ = turn_id.partition(TURN)
         return self._open[name].session if is_agents and name in self._open else None
 
-    def ask(self, request_id: str, response: Trajectory | None, answered: Callable[[Answer], None]) -> None:
+    def ask(self, request_id: str, response: Trajectory | None, answered: Callable[[EnvironmentAnswer], None]) -> None:
         """Give the environment a response, or start it; `answered` is called in another thread."""
         conversation = self._open[request_id]
         if conversation.session is not None:
@@ -164,25 +164,25 @@ class Conversations:
         call, conversation.asked_s = conversation.call, self._give_time(conversation)
 
         def ended(value: object, error: BaseException | None) -> None:
-            answered(Answer(request_id=request_id, call=call, value=value, error=error))
+            answered(EnvironmentAnswer(request_id=request_id, call=call, value=value, error=error))
 
         self._run(conversation, method, argument, timeout_s=self._timeout_s, ended=ended)
 
-    def _ask_agent(self, conversation: _Conversation, answered: Callable[[Answer], None]) -> None:
+    def _ask_agent(self, conversation: _Conversation, answered: Callable[[EnvironmentAnswer], None]) -> None:
         name, endpoint = conversation.request.request_id, self._endpoint
         assert endpoint is not None
         conversation.answered = answered
         if conversation.key:
-            answered(Answer(request_id=name))
+            answered(EnvironmentAnswer(request_id=name))
             return
 
-        def take(call: Call) -> None:
+        def take(call: ChatCall) -> None:
             conversation.calls.put(call)
-            conversation.answered(Answer(request_id=name))
+            conversation.answered(EnvironmentAnswer(request_id=name))
 
         def ended(value: object, error: BaseException | None) -> None:
-            conversation.result = Answer(request_id=name, value=value, error=error)
-            conversation.answered(Answer(request_id=name))
+            conversation.result = EnvironmentAnswer(request_id=name, value=value, error=error)
+            conversation.answered(EnvironmentAnswer(request_id=name))
 
         conversation.key = endpoint.open(take)
         conversation.asked_s = self._give_time(conversation)
@@ -222,7 +222,7 @@ class Conversations:
 
         threading.Thread(target=work, name="environment", daemon=True).start()
 
-    def take(self, answer: Answer) -> RolloutRequest | list[RolloutRequest] | Trajectory | None:
+    def take(self, answer: EnvironmentAnswer) -> RolloutRequest | list[RolloutRequest] | Trajectory | None:
         """Return the next turn, an agent's turns, or the whole conversation, which has failed where its environment
         did; None for a call that was given up."""
         conversation = self._open.get(answer.request_id)
@@ -238,13 +238,13 @@ class Conversations:
             return self._end(conversation, failure=why.encode(errors="backslashreplace").decode())
         return self._end(conversation, reward=found) if isinstance(found, float) else found
 
-    def _take_of_environment(self, conversation: _Conversation, answer: Answer) -> RolloutRequest | float:
+    def _take_of_environment(self, conversation: _Conversation, answer: EnvironmentAnswer) -> RolloutRequest | float:
         conversation.deadline_s = None
         conversation.spent_s += time.monotonic() - conversation.asked_s
         value = _value_of(answer, "step" if conversation.so_far else "start")
         return value if isinstance(value, float) else self._go_on(conversation, value)
 
-    def _take_of_agent(self, conversation: _Conversation, answer: Answer) -> list[RolloutRequest] | float:
+    def _take_of_agent(self, conversation: _Conversation, answer: EnvironmentAnswer) -> list[RolloutRequest] | float:
         session, turns = cast("Session", conversation.session), list[RolloutRequest]()
         while not conversation.calls.empty():
             turns += session.ask(conversation.calls.get())
@@ -277,12 +277,12 @@ class Conversations:
             self._deadlines.popleft()
         return max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
 
-    def overdue(self) -> list[Answer]:
+    def overdue(self) -> list[EnvironmentAnswer]:
         """Answer for environments that block their threads."""
         now = time.monotonic()
         past = [at for at in takewhile(lambda at: at[0] <= now, self._deadlines) if self._is_due(*at)]
         names = dict.fromkeys(name for _, name in past)
-        return [Answer(request_id=name, call=self._open[name].call, error=TimeoutError()) for name in names]
+        return [EnvironmentAnswer(request_id=name, call=self._open[name].call, error=TimeoutError()) for name in names]
 
     def drop(self, request_id: str) -> None:
         conversation = self._open.pop(request_id)
@@ -344,7 +344,7 @@ class Conversations:
         )
 
 
-def _value_of(answer: Answer, method: str) -> Said | float:
+def _value_of(answer: EnvironmentAnswer, method: str) -> Said | float:
     """Return what an environment said, or its reward. Raises DataError for anything else."""
     if answer.error is None:
         return checked(method, answer.value)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from specactor.errors import DataError, EngineError
 from specactor.rollout import resume
 from specactor.rollout.child_process import ChildDied
-from specactor.rollout.conversations import Answer, Conversations
+from specactor.rollout.conversations import Conversations, EnvironmentAnswer
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.refill import Refill
 from specactor.rollout.session import TURN
@@ -38,7 +38,7 @@ class _Event:
     response: Trajectory | None = None
     ended: bool = False  # the response, or the call
     error: BaseException | None = None
-    answer: Answer | None = None  # of an environment, to `request`
+    answer: EnvironmentAnswer | None = None  # of an environment, to `request`
     is_scored: bool = False  # the response was kept before, and can be judged now
 
 
@@ -270,7 +270,7 @@ class Driver:
             return
         running.pop(response.request_id, None)
 
-    def _answered(self, answer: Answer) -> None:
+    def _answered(self, answer: EnvironmentAnswer) -> None:
         assert self._conversations is not None
         if answer.request_id not in self._thinking:  # over, or lost with its engine and asked again in another rollout
             return

@@ -76,7 +76,7 @@ class Part:
 
 
 @dataclass(kw_only=True)
-class Call:
+class ChatCall:
     """One call under way; any thread may call `tell`."""
 
     body: Body
@@ -94,7 +94,7 @@ class Endpoint:
     """Serves all sessions of a rank, in its own thread."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, Callable[[Call], None]] = {}
+        self._sessions: dict[str, Callable[[ChatCall], None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
         self._thread.start()
@@ -104,7 +104,7 @@ class Endpoint:
             self._end()
             raise
 
-    def open(self, take: Callable[[Call], None]) -> str:
+    def open(self, take: Callable[[ChatCall], None]) -> str:
         """Return a session's key; `take` gets its calls, in the endpoint's thread; one that is given up once more."""
         key = secrets.token_urlsafe(32)
         self._sessions[key] = take
@@ -139,7 +139,7 @@ class Endpoint:
         if left:
             await asyncio.wait(left, timeout=1.0)
 
-    def _session(self, request: web.Request) -> Callable[[Call], None]:
+    def _session(self, request: web.Request) -> Callable[[ChatCall], None]:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if key not in self._sessions:
             raise Refusal("api_key: not that of a session under way. Use the one that run() was given.", "key", 401)
@@ -149,7 +149,7 @@ class Endpoint:
         try:
             take = self._session(request)
             body = msgspec.json.decode(await request.read(), type=Body)
-            call = Call(body=body, loop=self._loop, missing=body.n or 1)
+            call = ChatCall(body=body, loop=self._loop, missing=body.n or 1)
             head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": body.model}
             take(call)
             try:
@@ -165,7 +165,7 @@ class Endpoint:
             return _refused(Refusal(f"body: {error}. Correct or leave it out."))
 
 
-async def _parts(call: Call) -> AsyncIterator[Part]:
+async def _parts(call: ChatCall) -> AsyncIterator[Part]:
     while call.missing:
         answer = await call.answers.get()
         if isinstance(answer, Refusal):
@@ -174,7 +174,7 @@ async def _parts(call: Call) -> AsyncIterator[Part]:
         yield answer
 
 
-async def _whole(call: Call, head: dict[str, Any]) -> dict[str, Any]:
+async def _whole(call: ChatCall, head: dict[str, Any]) -> dict[str, Any]:
     parts = sorted([part async for part in _parts(call)], key=lambda part: part.choice)
     choices = [
         {
@@ -188,7 +188,7 @@ async def _whole(call: Call, head: dict[str, Any]) -> dict[str, Any]:
     return {**head, "object": "chat.completion", "choices": choices, "usage": _usage(parts)}
 
 
-async def _stream(request: web.Request, call: Call, head: dict[str, Any]) -> web.StreamResponse:
+async def _stream(request: web.Request, call: ChatCall, head: dict[str, Any]) -> web.StreamResponse:
     """Send server-sent events; the status waits for the first part, maybe a refusal."""
     head |= {"object": "chat.completion.chunk"}
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -210,7 +210,7 @@ async def _stream(request: web.Request, call: Call, head: dict[str, Any]) -> web
     return response
 
 
-def _logprobs(call: Call, part: Part) -> dict[str, Any] | None:
+def _logprobs(call: ChatCall, part: Part) -> dict[str, Any] | None:
     if not call.body.logprobs:
         return None
     tokens = [

@@ -65,8 +65,8 @@ class Scored(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     failure: str = ""  # begins with its kind, which many responses share
 
 
-Answer = Ready | Scored | frames.Failed
-ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+FromGrader = Ready | Scored | frames.Failed
+ANSWERS: msgspec.msgpack.Decoder[FromGrader] = msgspec.msgpack.Decoder(FromGrader)
 
 
 @dataclass(kw_only=True)
@@ -94,7 +94,7 @@ class Grading:
         self._verdicts: dict[str, Future[Scored]] = {}  # of this rollout, by request
         self._hung: Counter[str] = Counter()
         self._threads: list[threading.Thread] = []
-        self._children: list[ChildProcess[Answer]] = []
+        self._children: list[ChildProcess[FromGrader]] = []
 
     def __enter__(self) -> Grading:
         return self
@@ -174,7 +174,7 @@ class Grading:
                 self._threads.append(thread)
 
     def _work(self) -> None:
-        child: ChildProcess[Answer] | None = None
+        child: ChildProcess[FromGrader] | None = None
         while asked := self._next():
             left = dict(enumerate(asked))
             kind = why = ""
@@ -235,7 +235,7 @@ class Grading:
                     return found
             return []
 
-    def _answer(self, call: Call[Answer], deadline: float) -> Scored:
+    def _answer(self, call: Call[FromGrader], deadline: float) -> Scored:
         """Return the next verdict. Raises TimeoutError and EngineError."""
         while True:
             try:
@@ -250,11 +250,11 @@ class Grading:
                 return answer
             raise EngineError(f"it answered {answer!r:.200}")
 
-    def _started(self) -> ChildProcess[Answer]:
+    def _started(self) -> ChildProcess[FromGrader]:
         with self._changed:
             if self._closed:
                 raise EngineError("the run has ended")
-            child: ChildProcess[Answer] = ChildProcess(
+            child: ChildProcess[FromGrader] = ChildProcess(
                 "specactor.rollout.grading:serve",
                 Start(path=[str(folder) for folder in sys.path]),
                 name="verifiers",
@@ -266,7 +266,7 @@ class Grading:
         child.wait_ready(START_S)
         return child
 
-    def _end(self, child: ChildProcess[Answer] | None) -> None:
+    def _end(self, child: ChildProcess[FromGrader] | None) -> None:
         if child is not None:
             child.kill()
             with contextlib.suppress(ValueError):

@@ -26,7 +26,7 @@ from specactor.data import chat
 from specactor.data.stream import turn_seed
 from specactor.errors import DataError
 from specactor.rollout import resume
-from specactor.rollout.endpoint import Body, Call, Part, Refusal
+from specactor.rollout.endpoint import Body, ChatCall, Part, Refusal
 from specactor.types import RolloutRequest, SamplingParams, Trajectory
 
 TURN = "/"  # between the session's name and the turn's number
@@ -66,7 +66,7 @@ class _Branch:
 @dataclass(frozen=True, kw_only=True)
 class _Turn:
     request: RolloutRequest
-    call: Call
+    call: ChatCall
     choice: int
     branch: _Branch
     so_far: Trajectory  # the branch before it
@@ -106,7 +106,7 @@ class Session:
     def is_open(self, request_id: str) -> bool:
         return request_id in self._open
 
-    def ask(self, call: Call) -> list[RolloutRequest]:
+    def ask(self, call: ChatCall) -> list[RolloutRequest]:
         """Return a call's turns; none if it is refused, or given up."""
         if call.is_given_up:
             self._undo(call)
@@ -149,7 +149,7 @@ class Session:
         self._places.setdefault((turn.tools, *turn.before, _said(answer)), (own, len(own.so_far.token_ids)))
         self._tell(turn, response, text, calls, "tool_calls" if calls else response.finish_reason)
 
-    def _undo(self, call: Call) -> None:
+    def _undo(self, call: ChatCall) -> None:
         """Forget a call, heard or not, and its noise, unless some of the answer was streamed."""
         turns = [turn for turn in self._open.values() if turn.call is call]
         for turn in turns:
@@ -182,7 +182,7 @@ class Session:
         first, *others = (replace(t, loss_mask=() if all(t.loss_mask) else t.loss_mask) for t in found)
         return replace(first, request_id=self._request.request_id, branches=tuple(others))
 
-    def _turns_of(self, call: Call) -> list[_Turn]:
+    def _turns_of(self, call: ChatCall) -> list[_Turn]:
         body = call.body
         self._check(body)
         messages = [_normal(message) for message in body.messages]

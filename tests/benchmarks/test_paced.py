@@ -12,8 +12,7 @@ import pytest
 from benchmarks import clocked, paced, paced_devices, paced_prediction
 from benchmarks.dialled import Script
 from benchmarks.paced_devices import DisturbedError, Setting, flat, published, script_of, shortened, started
-from benchmarks.paced_engine import Pace as DevicePace
-from benchmarks.paced_engine import size
+from benchmarks.paced_engine import DevicePace, size
 from benchmarks.results import stored
 from specactor.config import SpeculationConfig
 from specactor.planning.plans import Pace, running

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from specactor.rollout import resume
-from specactor.rollout.endpoint import Body, Call, Endpoint, Part, Refusal
+from specactor.rollout.endpoint import Body, ChatCall, Endpoint, Part, Refusal
 from specactor.rollout.session import MAX_SEQUENCES, Session
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout.test_sessions import (
@@ -76,7 +76,7 @@ def test_an_agent_that_gives_up_its_call_has_as_long_for_the_next_as_others() ->
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_answered", [0, 1, 2])
 def test_the_endpoint_tells_of_clients_that_hang_up_before_their_answer(stream: bool, num_answered: int) -> None:
-    taken: queue.Queue[Call] = queue.Queue()
+    taken: queue.Queue[ChatCall] = queue.Queue()
     endpoint = Endpoint()
     base_url, key = endpoint.base_url, endpoint.open(taken.put)
     host, _, port = base_url.removeprefix("http://").removesuffix("/v1").partition(":")
@@ -100,12 +100,12 @@ def begun() -> Session:
     return Session(request(0), TOKENIZER, max_prompt_tokens=LONGEST)
 
 
-def made(*said: str, **options: Any) -> Call:
+def made(*said: str, **options: Any) -> ChatCall:
     loop = asyncio.new_event_loop()
     loop.close()  # nobody waits
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
-    return Call(body=Body(messages=messages, **options), loop=loop)
+    return ChatCall(body=Body(messages=messages, **options), loop=loop)
 
 
 def answer(session: Session, turn: RolloutRequest, text: str = "yes") -> None:
@@ -116,7 +116,7 @@ def answer(session: Session, turn: RolloutRequest, text: str = "yes") -> None:
     )
 
 
-def give_up(session: Session, call: Call) -> None:
+def give_up(session: Session, call: ChatCall) -> None:
     call.is_given_up = True
     assert session.ask(call) == []
 

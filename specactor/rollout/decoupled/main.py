@@ -61,7 +61,7 @@ def serve(
     max_tokens: int = 4_000_000,
     owner_fd: int | None = None,
     asleep: bool = False,
-    on_owner: Callable[[Loop], bool] = lambda loop: False,
+    on_owner: Callable[[DrafterLoop], bool] = lambda loop: False,
 ) -> None:
     """Draft, in the main thread, until the process is to end. Raises ConfigError for an unusable endpoint.
 
@@ -70,7 +70,7 @@ def serve(
     """
     parent = os.getppid()
     hub = Hub(endpoint, keys=keys)
-    loop = Loop(continuer, hub, max_tokens=max_tokens)
+    loop = DrafterLoop(continuer, hub, max_tokens=max_tokens)
     if asleep:
         loop.sleep()
     try:
@@ -98,7 +98,7 @@ FREE = 1.06  # a batch that takes at most so many times as long takes hardly lon
 FADE_EVERY = 256  # batches: then each size's oldest time leaves, so that sizes that nobody makes are tried again
 
 
-class Pace:
+class BatchTiming:
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}  # of the latest batches, by the logarithm of their lanes
         self._lanes: dict[int, int] = {}  # of the last of them
@@ -135,7 +135,7 @@ class Pace:
         return max(0, most)
 
 
-class Loop:
+class DrafterLoop:
     def __init__(
         self,
         continuer: Continuer,
@@ -155,7 +155,7 @@ class Loop:
         self._turns: deque[Point] = deque(maxlen=MAX_TURNS)
         self._began_s = 0.0
         self._drafted = (0, 0)  # (requests, tokens) in it
-        self._pace = Pace()
+        self._timing = BatchTiming()
         self._continuer = continuer
         self._hub = hub
         self._clock = clock
@@ -211,10 +211,10 @@ class Loop:
         for key in mirrors.forgotten():
             continuer.forget(key)
         self._send(more=self.busy)  # an engine that asks whether anybody is here need not wait for the draft
-        lanes = mirrors.wanted(MAX_LANES, slower=self._pace.is_slower)
+        lanes = mirrors.wanted(MAX_LANES, slower=self._timing.is_slower)
         own = len(lanes)
         began_s = time.perf_counter()  # lanes of branches copy their texts, which is time that they take
-        free = self._pace.free(own, MAX_LANES)
+        free = self._timing.free(own, MAX_LANES)
         continuer.wants_runners_up = free > 0
         lanes += mirrors.branches(free)
         if lanes:
@@ -222,7 +222,7 @@ class Loop:
             ended_s = time.perf_counter()
             self._busy_s += ended_s - began_s
             if computed := sum(map(bool, drafts)):  # a lane that was refused took no time
-                self._pace.batch(computed, ended_s - began_s)
+                self._timing.batch(computed, ended_s - began_s)
             tokens = sum(map(len, drafts))
             self.recorder.span("draft", "draft", began_s, ended_s, requests=len(lanes), tokens=tokens)
             self._drafted = (own, sum(map(len, drafts[:own])))
@@ -293,7 +293,7 @@ def run(owner: socket.socket) -> None:
     def say(call: int, message: FromDrafter) -> None:
         owner.sendall(frames.pack(call, message))
 
-    def answer(loop: Loop) -> bool:
+    def answer(loop: DrafterLoop) -> bool:
         frame = frames.read(owner, TO_DRAFTER)
         if frame is None:
             return False  # the owner is gone, or wants no more
@@ -320,7 +320,7 @@ def run(owner: socket.socket) -> None:
         say(frames.START, Failed(message=f"{type(error).__name__}: {error}"))
 
 
-def _answer(loop: Loop, message: ToDrafter) -> FromDrafter:
+def _answer(loop: DrafterLoop, message: ToDrafter) -> FromDrafter:
     match message:
         case AskWork():
             return loop.work(trace=message.trace)

@@ -77,7 +77,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         self.started, self.version = started, started.version
 
     def work(self, *, trace: bool, timeout_s: float = WORK_TIMEOUT_S) -> Work | None:
-        """Return its `Loop.work`, None if too late."""
+        """Return its `DrafterLoop.work`, None if too late."""
         work = self._ask(AskWork(trace=trace), Work, timeout_s)
         return work if isinstance(work, Work) else None
 

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from specactor.rollout.decoupled.main import FADE_EVERY, MAX_SAMPLES, MIN_SAMPLES, Pace
+from specactor.rollout.decoupled.main import FADE_EVERY, MAX_SAMPLES, MIN_SAMPLES, BatchTiming
 
 
-def paced(seconds: Callable[[int], float], *, samples: int = MIN_SAMPLES) -> Pace:
-    pace = Pace()
+def paced(seconds: Callable[[int], float], *, samples: int = MIN_SAMPLES) -> BatchTiming:
+    timing = BatchTiming()
     for _ in range(samples):
         for lanes in (1, 4, 16, 64):
-            pace.batch(lanes, seconds(lanes))
-    return pace
+            timing.batch(lanes, seconds(lanes))
+    return timing
 
 
 def test_where_every_lane_costs_and_where_none_does() -> None:
@@ -25,7 +25,7 @@ def test_where_every_lane_costs_and_where_none_does() -> None:
 
 
 def test_what_was_not_measured_is_equal() -> None:
-    assert not Pace().is_slower(4, 64)
+    assert not BatchTiming().is_slower(4, 64)
     assert not paced(lambda lanes: 0.01 * lanes, samples=MIN_SAMPLES - 1).is_slower(4, 64)
     assert not paced(lambda lanes: 0.01 * lanes).is_slower(4, 1000)
 
@@ -37,10 +37,10 @@ def test_fewer_take_at_most_as_long_as_more() -> None:
 
 @pytest.mark.parametrize("lanes", [4, 64])
 def test_a_batch_that_read_prompts_says_nothing(lanes: int) -> None:
-    pace = paced(lambda lanes: 0.01, samples=8)
+    timing = paced(lambda lanes: 0.01, samples=8)
     for _ in range(3):
-        pace.batch(lanes, 1.0)
-    assert not pace.is_slower(4, 64)
+        timing.batch(lanes, 1.0)
+    assert not timing.is_slower(4, 64)
 
 
 def test_lanes_are_free_where_batches_take_as_long_with_them() -> None:
@@ -50,34 +50,34 @@ def test_lanes_are_free_where_batches_take_as_long_with_them() -> None:
     assert free.free(300, 256) == 0
     assert paced(lambda lanes: 0.01 + 1e-5 * lanes).free(8, 256) == pytest.approx(60, abs=10)
     assert paced(lambda lanes: 0.01 * lanes).free(1, 256) == 0
-    assert Pace().free(8, 256) == 0  # of nothing known
+    assert BatchTiming().free(8, 256) == 0  # of nothing known
 
 
 def test_a_batch_with_more_lanes_that_takes_longer_is_met_three_times() -> None:
-    pace = Pace()
+    timing = BatchTiming()
     met = 0
     for _ in range(30):
-        more = pace.free(2, 256)
+        more = timing.free(2, 256)
         met += more > 0
-        pace.batch(2 + more, 0.01 * (2 + more))
+        timing.batch(2 + more, 0.01 * (2 + more))
     assert met <= MIN_SAMPLES
 
 
-def played(pace: Pace, batches: int, lane_s: float) -> int:
+def played(timing: BatchTiming, batches: int, lane_s: float) -> int:
     """How many batches of two requests have more lanes, as many as seem free."""
     met = 0
     for _ in range(batches):
-        more = pace.free(2, 256)
+        more = timing.free(2, 256)
         met += more > 0
-        pace.batch(2 + more, 0.01 + lane_s * (2 + more))
+        timing.batch(2 + more, 0.01 + lane_s * (2 + more))
     return met
 
 
 def test_lanes_that_become_free_are_found_out_and_dear_ones_seldom_tried() -> None:
     """Also where larger batches were measured often: nobody makes them any more."""
-    pace, batches = paced(lambda lanes: 0.01 * lanes, samples=MAX_SAMPLES), (MAX_SAMPLES + 9) * FADE_EVERY
-    assert played(pace, FADE_EVERY, 0.01) == 0
-    assert 0 < played(pace, batches, 0.01) <= 4 * batches / FADE_EVERY
-    played(pace, batches, 0.0)
-    assert pace.free(2, 256) > 0
-    assert played(pace, batches, 0.0) == batches
+    timing, batches = paced(lambda lanes: 0.01 * lanes, samples=MAX_SAMPLES), (MAX_SAMPLES + 9) * FADE_EVERY
+    assert played(timing, FADE_EVERY, 0.01) == 0
+    assert 0 < played(timing, batches, 0.01) <= 4 * batches / FADE_EVERY
+    played(timing, batches, 0.0)
+    assert timing.free(2, 256) > 0
+    assert played(timing, batches, 0.0) == batches

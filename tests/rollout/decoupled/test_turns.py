@@ -8,7 +8,7 @@ import pytest
 
 from specactor.rollout.decoupled.continuer import Continuer, Lane
 from specactor.rollout.decoupled.engine_side import Tails
-from specactor.rollout.decoupled.main import MAX_TURNS, Loop
+from specactor.rollout.decoupled.main import MAX_TURNS, DrafterLoop
 from specactor.rollout.decoupled.protocol import Drops
 
 STEP_S = 0.002
@@ -70,8 +70,8 @@ class Refusing(Choosing):
     after_second = ()
 
 
-def loop_of(world: Ticking) -> Loop:
-    return Loop(world, world, max_tokens=100_000, clock=world.clock)  # type: ignore[arg-type]
+def loop_of(world: Ticking) -> DrafterLoop:
+    return DrafterLoop(world, world, max_tokens=100_000, clock=world.clock)  # type: ignore[arg-type]
 
 
 def test_turns_that_follow_at_once_are_timed_as_a_whole() -> None:
@@ -179,8 +179,8 @@ def test_lanes_that_were_refused_say_nothing_of_what_lanes_take(monkeypatch: pyt
     world = Refusing()
     loop = loop_of(world)
     counted: list[int] = []
-    monkeypatch.setattr(loop._pace, "free", lambda lanes, max_lanes: 5)
-    monkeypatch.setattr(loop._pace, "batch", lambda lanes, seconds: counted.append(lanes))
+    monkeypatch.setattr(loop._timing, "free", lambda lanes, max_lanes: 5)
+    monkeypatch.setattr(loop._timing, "batch", lambda lanes, seconds: counted.append(lanes))
     world.open(2)
     branches = 0
     for _ in range(2 * WINDOW):
@@ -196,7 +196,7 @@ def test_second_choices_are_wanted_where_branches_are_free(monkeypatch: pytest.M
     world.open(2)
     loop.turn()
     assert not world.wants_runners_up, "nothing is known of what lanes take"
-    monkeypatch.setattr(loop._pace, "free", lambda lanes, max_lanes: 1)
+    monkeypatch.setattr(loop._timing, "free", lambda lanes, max_lanes: 1)
     loop.turn()
     assert world.wants_runners_up
 
@@ -208,7 +208,7 @@ def test_a_commit_of_a_second_choice_finds_a_window_drafted_where_lanes_are_free
     """Before the next turn."""
     world = Choosing()
     loop = loop_of(world)
-    monkeypatch.setattr(loop._pace, "free", lambda lanes, max_lanes: free)
+    monkeypatch.setattr(loop._timing, "free", lambda lanes, max_lanes: free)
     loop.turn()
     world.open(1)
     loop.turn()

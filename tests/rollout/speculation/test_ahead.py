@@ -11,7 +11,7 @@ import pytest
 from specactor.rollout.decoupled import engine_side
 from specactor.rollout.decoupled.continuer import Continuer, Lane
 from specactor.rollout.decoupled.drafter_side import MirroredRequests
-from specactor.rollout.decoupled.main import Pace
+from specactor.rollout.decoupled.main import BatchTiming
 from specactor.rollout.decoupled.protocol import Beat, Commits, Header, Open, ToDrafter, encode
 from specactor.rollout.decoupled.remote_drafter import Decoupled, Patience
 from specactor.rollout.speculation import drafter_set, probing
@@ -62,7 +62,7 @@ class Elsewhere:
         """Of an answer."""
         self.lane_s = 0.0
         """Of each request in a batch, beside `TOKEN_S`."""
-        self.pace = Pace()
+        self.timing = BatchTiming()
         self._done_s = 0.0
         self._answers: list[tuple[float, bytes]] = []
 
@@ -91,13 +91,13 @@ class Elsewhere:
         now_s = self.clock()
         self._done_s = max(self._done_s, now_s - 1.0)
         while self._done_s + TOKEN_S <= now_s:
-            lanes = self.mirrors.wanted(1000, slower=self.pace.is_slower) if self.drafts and self.is_alive else []
+            lanes = self.mirrors.wanted(1000, slower=self.timing.is_slower) if self.drafts and self.is_alive else []
             if not lanes:
                 self._done_s = now_s
                 return
             batch_s = TOKEN_S + self.lane_s * len(lanes)
             self._done_s += batch_s
-            self.pace.batch(len(lanes), batch_s)
+            self.timing.batch(len(lanes), batch_s)
             self.mirrors.extended(lanes, self.continuer.extend(lanes))
             self._say(self._done_s)
 
@@ -341,7 +341,7 @@ def shares(lane_s: float, monkeypatch: pytest.MonkeyPatch) -> float:
     """By what factor one request is faster if those who wait may go first."""
     with_pace = speed(Shared(lane_s), requests=1, window=4)
     with monkeypatch.context() as patch:
-        patch.setattr(Pace, "is_slower", lambda *_: False)
+        patch.setattr(BatchTiming, "is_slower", lambda *_: False)
         return with_pace / speed(Shared(lane_s), requests=1, window=4)
 
 
@@ -367,10 +367,10 @@ def test_equal_requests_lose_nothing_by_it(full: float, right: float, monkeypatc
         return link
 
     with_pace = speed(elsewhere(), requests=16, window=2)
-    monkeypatch.setattr(Pace, "is_slower", lambda *_: False)
+    monkeypatch.setattr(BatchTiming, "is_slower", lambda *_: False)
     assert with_pace > 0.98 * speed(elsewhere(), requests=16, window=2)
     if (full, right) == (1.0, 0.9):
-        monkeypatch.setattr(Pace, "is_slower", lambda *_: True)
+        monkeypatch.setattr(BatchTiming, "is_slower", lambda *_: True)
         assert with_pace > 1.05 * speed(elsewhere(), requests=16, window=2)
 
 
