@@ -34,7 +34,7 @@ NOT_EXTRA = {
     "incremental_streaming_output": "Responses are read as they come by default.",
     "enable_memory_saver": "It is on where torch-memory-saver is installed.",
     "moe_runner_backend": "On GPUs it is triton: others choose tiles by the number of rows, or permute weights.",
-    "moe_a2a_backend": "Experts of other ranks are reached by sums alone: what sends rows takes kernels by their number.",
+    "moe_a2a_backend": "Ranks add what their experts give; what sends rows takes kernels by their number.",
     "decode_attention_backend": ONE_ATTENTION,
     "prefill_attention_backend": ONE_ATTENTION,
     "enable_fp32_lm_head": BY_ROWS,
