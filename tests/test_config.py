@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measure import measure_settings
+from specactor.config.rollout import BY_ROWS, BY_SIZE, NOT_EXTRA, ONE_ATTENTION
 from specactor.config.train import gap_bound
 from specactor.errors import ConfigError
 from specactor.parallel.layout import longest_prompt
@@ -111,6 +112,35 @@ WRONG: list[tuple[str, str]] = [
             "Engines hold the trainer's weights as they are, in model.dtype.",
         )
         for word in ("quantization=fp8", "enable_lora=true")
+    ),
+    (
+        "--rollout.engine.extra-args attention_backend=flashinfer",
+        "rollout.engine.extra_args: got 'attention_backend=flashinfer', expected another backend. It splits a row's "
+        "keys in CUDA graphs otherwise than without. Leave it out, or use triton.",
+    ),
+    (
+        "--rollout.engine.extra-args moe_runner_backend=flashinfer_trtllm",
+        "rollout.engine.extra_args: got 'moe_runner_backend', expected another argument. On GPUs it is triton: others "
+        "choose tiles by the number of rows, or permute weights.",
+    ),
+    *(
+        (
+            f"--rollout.engine.extra-args {name}=true",
+            f"rollout.engine.extra_args: got '{name}', expected another argument. {way}",
+        )
+        for way, names in {
+            BY_ROWS: (
+                *("enable_fp32_lm_head", "bf16_gemm_backend", "enable_torch_compile", "enable_mixed_chunk"),
+                *("enable_two_batch_overlap", "enable_single_batch_overlap"),
+            ),
+            BY_SIZE: (
+                *("enable_symm_mem", "enable_mscclpp", "enable_fused_moe_sum_all_reduce"),
+                "enable_attn_tp_input_scattered",
+            ),
+            ONE_ATTENTION: ("decode_attention_backend", "prefill_attention_backend"),
+            NOT_EXTRA["moe_a2a_backend"]: ("moe_a2a_backend",),
+        }.items()
+        for name in names
     ),
     (
         "--data.params max_n=99,min_n=1",

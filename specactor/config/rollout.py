@@ -14,6 +14,9 @@ from specactor.config.speculation import INEXACT, SpeculationConfig
 
 ONE_BATCH = "All ranks of an engine must hold the same batch. Use more engines: parallel.engines."
 AS_TRAINED = "Engines hold the trainer's weights as they are, in model.dtype."
+BY_ROWS = "With it the bits of a row depend on how many rows are computed together, so that drafts would change tokens."
+BY_SIZE = "With it ranks add in an order that depends on how many rows are computed together."
+ONE_ATTENTION = "Prefills and decoding have one backend. Use attention_backend."
 NOT_EXTRA = {
     "enable_deterministic_inference": "It is always on: the noise of a token is keyed by it.",
     "sampling_backend": "Tokens are drawn with noise of their own, by one backend.",
@@ -30,6 +33,20 @@ NOT_EXTRA = {
     "skip_tokenizer_init": "Engines take and give tokens alone.",
     "incremental_streaming_output": "Responses are read as they come by default.",
     "enable_memory_saver": "It is on where torch-memory-saver is installed.",
+    "moe_runner_backend": "On GPUs it is triton: others choose tiles by the number of rows, or permute weights.",
+    "moe_a2a_backend": "Ranks add what their experts give; what sends rows takes kernels by their number.",
+    "decode_attention_backend": ONE_ATTENTION,
+    "prefill_attention_backend": ONE_ATTENTION,
+    "enable_fp32_lm_head": BY_ROWS,
+    "bf16_gemm_backend": BY_ROWS,
+    "enable_torch_compile": BY_ROWS,
+    "enable_mixed_chunk": BY_ROWS,
+    "enable_two_batch_overlap": BY_ROWS,
+    "enable_single_batch_overlap": BY_ROWS,
+    "enable_attn_tp_input_scattered": BY_SIZE,
+    "enable_symm_mem": BY_SIZE,
+    "enable_mscclpp": BY_SIZE,
+    "enable_fused_moe_sum_all_reduce": BY_SIZE,
 }
 """Arguments of SGLang with which tokens would be others, or engines hang or fail, and why."""
 SET_ELSEWHERE = {
@@ -83,6 +100,13 @@ class EngineConfig:
         settings = {name: f"Use {setting}." for name, setting in SET_ELSEWHERE.items()}
         for name, way in (NOT_EXTRA | settings).items():
             require(name not in named, "rollout.engine.extra_args", name, "another argument", way)
+        require(
+            self.attention.get("attention_backend") != "flashinfer",
+            "rollout.engine.extra_args",
+            "attention_backend=flashinfer",
+            "another backend",
+            "It splits a row's keys in CUDA graphs otherwise than without. Leave it out, or use triton.",
+        )
         rule("max_running_requests", self.max_running_requests >= 1, ">= 1", "Use a positive number.")
         rule("memory_fraction", 0 < self.memory_fraction < 1, "between 0 and 1", "Use for example 0.5.")
         rule(
@@ -122,7 +146,7 @@ class Guarantee(NamedTuple):
 def guarantee(engine: EngineConfig, *, gpu: bool, dtype: str) -> Guarantee:
     """Return what these engines promise: equal bits where tests have shown them, on CPUs in float32."""
     default = "" if gpu else "torch_native"
-    backend = engine.attention.get("decode_attention_backend") or engine.attention.get("attention_backend") or default
+    backend = engine.attention.get("attention_backend", default)
     ours = {TILES: "tiles"} if gpu else {"torch_native": "rows"}
     arithmetic = ours.get(backend, f"{backend or 'SGLang'}'s own kernel")
     return Guarantee(arithmetic, SAME_BITS if arithmetic == "rows" and dtype == "float32" else SAME_LAW)

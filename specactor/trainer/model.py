@@ -66,7 +66,11 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINIS
 """Read by cuBLAS, TransformerEngine and NCCL when they are first used."""
 _CORRECTED = {"qwen2_moe": {"moe_shared_expert_gate": True}, "mixtral": {"moe_router_pre_softmax": False}}
 """What mbridge gets wrong, by model type: it builds no gate, and scales the chosen experts by less than 1 in sum."""
-_ALL: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish")}
+_ALL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    # Logits in float32 would not be the trainer's, and on GPUs depend on how many rows are computed together.
+    **dict.fromkeys(("enable_lm_head_fp32", "enable_lm_head_output_fp32"), (False,)),
+}
 _MIXTURES = _ALL | {"tie_word_embeddings": (False,)}  # with tied ones, SGLang has an output layer that is not loaded
 _QWEN_MIXTURES = _MIXTURES | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
 BUILT = {

@@ -58,6 +58,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *((kind, {"hidden_act": "gelu"}, "hidden_act gelu") for kind in FAMILIES),
     *((kind, {"attention_bias": True}, "attention_bias True") for kind in ("llama", "qwen3", "qwen3_moe")),
     ("llama", {"mlp_bias": True}, "mlp_bias True"),
+    ("qwen3", {"enable_lm_head_fp32": True}, "enable_lm_head_fp32 True"),
+    ("glm4_moe", {"enable_lm_head_output_fp32": True}, "enable_lm_head_output_fp32 True"),
     ("qwen2_moe", {"qkv_bias": False}, "qkv_bias False"),
     *((kind, {"decoder_sparse_step": 2}, "decoder_sparse_step 2") for kind in OTHER_SUMS),
     *((kind, {"mlp_only_layers": [0]}, "mlp_only_layers [0]") for kind in OTHER_SUMS),

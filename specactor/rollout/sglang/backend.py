@@ -32,8 +32,11 @@ _MEMORY = ("weights", "kv_cache", "cuda_graph")  # SGLang's names of the memory 
 PROGRESS_TOKENS = 64  # a running request reports after this many tokens
 
 
-def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[str, Any]:
-    """Return arguments of `sglang.Engine`; `extra_args`, which has none that a setting sets, has the last word."""
+def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool, blackwell: bool = False) -> dict[str, Any]:
+    """Return arguments of `sglang.Engine`; `extra_args`, which has none that a setting sets, has the last word.
+
+    Args: whether there are GPUs, also those for which SGLang has other kernels by default.
+    """
     config = spec.config
     arguments: dict[str, Any] = {
         "model_path": spec.model_dir,
@@ -64,10 +67,13 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
     if spec.awaits_weights:
         arguments |= {"load_format": "dummy", "speculative_draft_load_format": "auto"}
     if gpu:
-        # Graphs of prefills cannot be released for training.
-        arguments["cuda_graph_backend_prefill"] = "disabled"
-        if reserve:
-            arguments["cuda_graph_bs_decode"] = graph_sizes(reserve // 2)
+        arguments |= {
+            "cuda_graph_backend_prefill": "disabled",  # those cannot be released for training
+            "cuda_graph_bs_decode": graph_sizes(reserve // 2 or config.max_running_requests),
+            "moe_runner_backend": "triton",  # the others of Blackwell choose by rows, and permute weights
+        }
+        if blackwell:
+            arguments["attention_backend"] = "triton"  # FlashInfer splits keys otherwise in graphs than without
     else:
         arguments |= {
             "device": "cpu",
@@ -81,6 +87,13 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
     return arguments | dict(config.extra_args)
 
 
+def on_blackwell() -> bool:
+    """Return whether SGLang takes the GPU for one of compute capability 10 or more."""
+    from sglang.srt.runtime_context import get_platform
+
+    return bool(get_platform().is_blackwell)  # asked of NVML: no CUDA context here
+
+
 class Backend:
     """A running SGLang engine; its coroutines run on `loop`."""
 
@@ -91,7 +104,7 @@ class Backend:
         self._spec = spec
         self._released: set[str] = set()  # kinds of memory that the device has back
         self._engine = _engine_class(fork=not self.gpu)(
-            **server_args(spec, gpu=self.gpu, memory_release=self.memory_release)
+            **server_args(spec, gpu=self.gpu, memory_release=self.memory_release, blackwell=self.gpu and on_blackwell())
         )
         info = self._engine._scheduler_init_result.scheduler_infos[0]
         self.kv_tokens: int = info["max_total_num_tokens"]

@@ -42,16 +42,30 @@ def sample_by_kind(
     if info.sampling_seed is None or info.sampling_mask_batch_indices is not None:
         return original(sampler, probs, info, positions, simple)
     kinds: list[Kind] = ["simple"] * len(probs) if simple else kinds_of(info)
-    if len({*kinds}) == 1 and kinds[0] != "greedy" and len(kinds) <= NOISE_ROWS:
+    vocabulary = probs.shape[-1]
+    if len({*kinds}) == 1 and kinds[0] != "greedy" and len(kinds) in at_once(kinds[0], vocabulary):
         return original(sampler, probs, info, positions, kinds[0] == "simple")
     tokens_R = probs.argmax(dim=-1).to(torch.int32)
-    for kind in ("simple", "filtered"):
+    named: tuple[Kind, ...] = ("simple", "filtered")
+    for kind in named:
         rows = [row for row, of in enumerate(kinds) if of == kind]
-        for start in range(0, len(rows), NOISE_ROWS):
-            some_R = on_device(rows[start : start + NOISE_ROWS], probs.device)
+        sizes = at_once(kind, vocabulary)
+        for start in range(0, len(rows), sizes[-1]):
+            some = rows[start : start + sizes[-1]]
+            some *= 1 if len(some) in sizes else 2  # both get the same token
+            some_R = on_device(some, probs.device)
             part, _ = original(sampler, probs[some_R], _of_rows(info, some_R), positions[some_R], kind == "simple")
             tokens_R[some_R] = part.to(torch.int32)
     return tokens_R, None
+
+
+def at_once(kind: Kind, vocabulary: int) -> range:
+    """Return the numbers of rows among which a row's token has the same bits."""
+    if kind == "simple":
+        return range(1, NOISE_ROWS + 1)
+    # Top-p adds probabilities by PyTorch's scan, which on a GPU is another one for a row alone, and for more rows than
+    # this has less than 512 threads for each.
+    return range(2, max(2, min(NOISE_ROWS, vocabulary // 512)) + 1)
 
 
 def sample_in_one_pass(

@@ -1,5 +1,6 @@
-"""Script: what SGLang makes of our arguments on a machine with Hopper GPUs, by mode, what its graphs would do with the
-rows of a verification, and which memory it releases and resumes when it is asked by ours. Prints JSON."""
+"""Script: what SGLang makes of our arguments on a machine with Hopper GPUs, by mode, and with Blackwell's, what its
+graphs would do with the rows of a verification, and which memory it releases and resumes when it is asked by ours.
+Prints JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
+from specactor.config import EngineConfig
+from specactor.rollout.sglang.engine_protocol import EngineSpec
 from tests.lib import hopper
 
 
@@ -21,7 +25,6 @@ def main(model_dir: str) -> None:
 
     from specactor.config import SpeculationConfig
     from specactor.rollout.sglang.backend import server_args
-    from specactor.rollout.sglang.engine_protocol import EngineSpec
 
     load_plugins()
     found = {}
@@ -51,7 +54,38 @@ def main(model_dir: str) -> None:
             "rows": view.speculative_num_draft_tokens,
             "attention": [view.attention_backend, view.disable_radix_cache],
         }
-    print(json.dumps({"arguments": found, "graphs": graphs_of(width=9), "memory": memory_by_call()}))
+    kernels = kernels_of(replace(spec, speculation=SpeculationConfig()))
+    print(
+        json.dumps({"arguments": found, "kernels": kernels, "graphs": graphs_of(width=9), "memory": memory_by_call()})
+    )
+
+
+def kernels_of(spec: EngineSpec) -> dict[str, object]:
+    """The kernels of experts and attention, and the largest graph of decoding, on Hopper and Blackwell: of an engine
+    that runs 300 requests, SGLang's own choice, and of arguments of the user's."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.runtime_context import override_platform
+    from sglang.srt.server_args import ServerArgs
+
+    from specactor.rollout.sglang.backend import on_blackwell, server_args
+
+    def resolved(spec: EngineSpec, *left_out: str) -> list[object]:
+        arguments = server_args(spec, gpu=True, memory_release=True, blackwell=on_blackwell())
+        of_sglang = ServerArgs(**{name: value for name, value in arguments.items() if name not in left_out})
+        of_sglang.resolve_once()
+        view = resolved_view(of_sglang)
+        return [view.moe_runner_backend, view.attention_backend, max(view.cuda_graph_config.decode.bs)]
+
+    many = replace(spec, config=EngineConfig(max_running_requests=300))
+    asked = replace(many, config=replace(many.config, extra_args={"attention_backend": "fa4"}))
+    own = ("moe_runner_backend", "attention_backend", "cuda_graph_bs_decode")
+    found: dict[str, object] = {"Hopper": resolved(many), "Hopper, SGLang's": resolved(many, *own)}
+    facts = {"is_blackwell": True, "is_sm100": True, "is_sm100_or_sm110": True, "device_sm": 100}
+    hopper_s = dict.fromkeys(("is_sm90", "is_hopper_with_cuda_12_3"), False)
+    with override_platform(**facts, **hopper_s, device_capability=(10, 0)):
+        found |= {"Blackwell": resolved(many), "Blackwell, SGLang's": resolved(many, *own)}
+        found["Blackwell, asked"] = resolved(asked)
+    return found
 
 
 def graphs_of(*, width: int) -> dict[str, object]:

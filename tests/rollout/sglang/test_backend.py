@@ -101,6 +101,17 @@ def test_graphs_reach_to_all_rows_of_a_verification(on_hopper: dict[str, Any]) -
         assert arguments[mode]["most rows"] == arguments[mode]["rows"] * requests == 9 * requests
 
 
+def test_kernels_that_choose_by_the_number_of_rows_are_left_on_no_gpu(on_hopper: dict[str, Any]) -> None:
+    """By SGLang's own resolution, of a mixture of experts. Left alone it takes others on Blackwell, and has no graphs
+    for more than 256 requests."""
+    kernels = on_hopper["kernels"]
+    assert kernels["Hopper"] == ["triton", "fa3", graph_sizes(300)[-1]]
+    assert kernels["Blackwell"] == ["triton", "triton", graph_sizes(300)[-1]]
+    assert kernels["Blackwell, asked"][:2] == ["triton", "fa4"]
+    assert kernels["Hopper, SGLang's"] == ["auto", "fa3", 256]
+    assert kernels["Blackwell, SGLang's"] == ["flashinfer_trtllm", "flashinfer", 256]
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 9, 255, 256, 257, 264, 640, 2304])
 def test_a_round_computes_few_rows_beyond_its_own(most: int) -> None:
     sizes = graph_sizes(most)
