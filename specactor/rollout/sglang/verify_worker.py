@@ -95,6 +95,7 @@ class _Running:
     sequence: DraftSequence
     num_begun: int  # tokens that the request brought along of its conversation
     may_draft: bool  # whether drafts can be verified for it
+    ends: frozenset[int] | None  # tokens that end it; None: it may end otherwise, too
 
     def follow(self) -> None:
         """Bring the drafters' view up to date. It is ahead of SGLang's request while a round is not handed out."""
@@ -285,16 +286,13 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
     def may_end(self) -> bool:
         """Return whether the last round, which SGLang was not told of and may have had drafts, may have ended any
         request."""
-        for running, num_new in self._ahead:
-            req, sampling = running.req, running.req.sampling_params
-            if self._wanted(running) <= 0 or req.to_finish or req.grammar is not None:
-                return True
-            if sampling.stop_strs or sampling.stop_regex_strs:
-                return True
-            ends = {*(sampling.stop_token_ids or ()), *(req.eos_token_ids or ())}
-            if not sampling.ignore_eos and not ends.isdisjoint(running.sequence.output_ids[-num_new:]):
-                return True
-        return False
+        return any(
+            running.ends is None
+            or running.req.to_finish
+            or self._wanted(running) <= 0
+            or not running.ends.isdisjoint(running.sequence.output_ids[-num_new:])
+            for running, num_new in self._ahead
+        )
 
     def _plain_round(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
         self._ended = self._ended or time.perf_counter()
@@ -359,7 +357,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             temperature=0.0 if draft_runner.is_greedy(sampling) else sampling.temperature,
         )
         may_draft = responses.is_drafted(req)
-        self._running[req.rid] = _Running(req, sequence, len(begun), may_draft)
+        self._running[req.rid] = _Running(req, sequence, len(begun), may_draft, responses.ends_of(req))
         self._plain_left = min(self._plain_left, SOON)
         self.speculator.open(sequence)
 
