@@ -56,6 +56,25 @@ def test_both_draft_the_same() -> None:
         assert draft == tokens[start:]
 
 
+@pytest.mark.parametrize("window", [1, 4, 9])
+def test_drafts_are_looked_up_as_they_are_chosen_one_by_one(window: int) -> None:
+    """After right and wrong tokens, and over the end; a plan of other coins differs."""
+    known, tokens = script(0.6), RIGHT[:60]
+    known = msgspec.structs.replace(known, outputs={"5": tokens})
+    plan, other = known.plan(5), msgspec.structs.replace(known, coins="other").plan(5)
+    differ = 0
+    for start in range(1, 66):
+        for last in (0, 1):
+            output = [*tokens, *[3] * 10][:start]
+            output[-1] += last
+            path = [*output]
+            for _ in range(window):
+                path.append(known.next_token(5, len(path), path[-1]))
+            assert plan.draft(output, window) == path[start:]
+            differ += other.draft(output, window) != path[start:]
+    assert differ > 0
+
+
 def test_over_text_others_are_right_than_those_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = Script(acceptance=0.7, text=0.5, text_spread=0.0, step_s=[9.0], outputs={"5": RIGHT})
     (tmp_path / "script.json").write_bytes(msgspec.json.encode(known))

@@ -91,7 +91,8 @@ def one_round(device: str, rounds: int = 1) -> list[Any]:
     for _ in range(rounds):
         batch.reqs, batch.sampling_info, batch.seq_lens, batch.req_pool_indices = reqs, info, lengths, requests
         rows, places = verify_batch.Rows.of(TREES), verify_batch.Branches(pool, page_size=1)
-        verify_batch.spread(batch, rows, req_to_token=pool.req_to_token)
+        last_tokens, cached = [req.output_ids[-1] for req in reqs], [*map(verify_batch.num_cached, reqs)]
+        verify_batch.spread(batch, rows, last_tokens=last_tokens, cached=cached, req_to_token=pool.req_to_token)
         places.place(batch, rows)
         probs = (logits / batch.sampling_info.temperatures).softmax(-1)
         positions = batch.seq_lens - 1

@@ -1,8 +1,11 @@
-"""The scheduler's loop of engines that speculate: a plain round is launched before the tokens of the last are looked
-at.
+"""The scheduler's loop of engines that speculate: a round is launched before SGLang hands out the tokens of the last.
 
-Invariants: tokens are the same as without overlap; all but plain rounds and new requests wait for the one under way. A
-request that has ended has one more row, whose slot a later owner overwrites, on one stream.
+A plain round reads them on the device. One with drafts follows them on the host, where they are looked at as far as
+drafts, and whether a request may have ended, ask for.
+
+Invariants: tokens are the same as without overlap; another kind of round, and all but new requests, wait for the one
+under way. A request that has ended has at most one more row, in a plain round, whose slot a later owner overwrites, on
+one stream.
 """
 
 from __future__ import annotations
@@ -46,10 +49,11 @@ class Loop:
         self._scheduler = scheduler
         self._worker = worker
         self._under_way: deque[tuple[Any, Any]] = deque()
-        """(batch, result) of plain rounds whose tokens were not looked at; two while the older one is."""
+        """(batch, result) of rounds that were not handed out; two while the older one is."""
         scheduler.result_queue = self._under_way
         # A round's tokens are looked at when requests of it may have ended.
         scheduler.batch_result_processor = replace(scheduler.batch_result_processor, enable_overlap=True)
+        worker.meanwhile = lambda: self.finish()  # as it is then
         self._take = scheduler.process_input_requests
         scheduler.process_input_requests = self.take
 
@@ -80,33 +84,37 @@ class Loop:
             scheduler._sched_idled = True
             scheduler.on_idle()
             return None
-        if self._under_way:  # its requests are among those of the round that is under way
+        is_plain = batch.spec_algorithm.is_none()
+        if self._under_way and is_plain:  # its requests are among those of the round that is under way
             batch.input_ids = scheduler.future_map.output_tokens_buf[batch.req_pool_indices]  # on the device
         result = scheduler.run_batch(batch)
-        if not (batch.forward_mode.is_decode() and batch.spec_algorithm.is_none()):
+        if not batch.forward_mode.is_decode():
             scheduler.process_batch_result(batch, result)
             return batch
-        result.copy_done = scheduler.device_module.Event()
-        result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=batch.return_hidden_states)
-        self.finish()
+        if is_plain:
+            result.copy_done = scheduler.device_module.Event()
+            result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=batch.return_hidden_states)
+            self.finish()  # which a round with drafts does itself
         self._under_way.append((batch.copy(), result))
         if not self.goes_on(batch):
             self.finish()
         return batch
 
     def goes_on(self, batch: Any) -> bool:
-        """Return whether the next round can be launched without this one's tokens."""
-        return bool(
-            self._worker.overlaps
-            and self._worker.decodes_plainly()
-            and any(not (req.finished() or req.next_output_finishes_by_length()) for req in batch.reqs)
-            and batch.check_decode_mem()
-        )
+        """Return whether the next round can be launched before this one is handed out."""
+        if not self._worker.overlaps or self._worker.decodes_plainly() != batch.spec_algorithm.is_none():
+            return False
+        if batch.spec_algorithm.is_none():
+            goes_on = any(not (req.finished() or req.next_output_finishes_by_length()) for req in batch.reqs)
+        else:
+            goes_on = not self._worker.may_end()
+        return bool(goes_on and batch.check_decode_mem())
 
     def finish(self) -> None:
-        """Wait for the round under way, and look at its tokens."""
+        """Wait for the round under way, and hand out its tokens."""
         if self._under_way:
             batch, result = self._under_way.popleft()
             result.copy_done.synchronize()
-            self._worker.end_plain_round(len(batch.reqs))
+            if batch.spec_algorithm.is_none():
+                self._worker.end_plain_round(len(batch.reqs))
             self._scheduler.process_batch_result(batch, result)

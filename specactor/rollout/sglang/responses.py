@@ -48,6 +48,14 @@ def is_drafted(req: Any) -> bool:
     return _UNDRAFTED not in (req.sampling_params.custom_params or {})
 
 
+def ends_of(req: Any) -> frozenset[int] | None:
+    """Return the tokens that end it, whatever its length; None where it may end in other ways, too."""
+    sampling = req.sampling_params
+    if sampling.stop_strs or sampling.stop_regex_strs or req.grammar is not None or req.tokenizer is not None:
+        return None
+    return frozenset(() if sampling.ignore_eos else (*(sampling.stop_token_ids or ()), *(req.eos_token_ids or ())))
+
+
 def begun_of(req: Any) -> array[int]:
     """Return what SGLang's request brought along of its response."""
     return _last(req, _NUMBER)

@@ -67,11 +67,16 @@ def num_cached(req: Any) -> int:
     return len(req.origin_input_ids) + len(req.output_ids) - 1
 
 
-def spread(batch: Any, rows: Rows, *, req_to_token: Tensor) -> None:
-    """Turn a decode batch of B requests into one of R rows, in place and without asking the device."""
+def spread(batch: Any, rows: Rows, *, last_tokens: Sequence[int], cached: Sequence[int], req_to_token: Tensor) -> None:
+    """Turn a decode batch of B requests into one of R rows, in place and without asking the device.
+
+    Args:
+        last_tokens: of the requests, which SGLang may not have been told yet.
+        cached: tokens with keys, per request.
+    """
     reqs = batch.reqs
-    plan_4R = rows.plan([req.output_ids[-1] for req in reqs])
-    cached_B = np.array([num_cached(req) for req in reqs])
+    plan_4R = rows.plan(last_tokens)
+    cached_B = np.array(cached)
     plan = on_device(plan_4R, batch.seq_lens.device)  # in one copy
     batch.input_ids, owner_R, place_R, depth_R = plan.unbind(0)
     if rows.drafted:

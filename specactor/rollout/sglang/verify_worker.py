@@ -95,11 +95,17 @@ class _Running:
     sequence: DraftSequence
     num_begun: int  # tokens that the request brought along of its conversation
     may_draft: bool  # whether drafts can be verified for it
+    ends: frozenset[int] | None  # tokens that end it; None: it may end otherwise, too
 
     def follow(self) -> None:
-        """Bring the drafters' view up to date."""
+        """Bring the drafters' view up to date. It is ahead of SGLang's request while a round is not handed out."""
         output_ids = self.sequence.output_ids
         output_ids.extend(self.req.output_ids[len(output_ids) - self.num_begun :])
+
+    @property
+    def cached(self) -> int:
+        """Return how many tokens have keys: all committed ones but the last."""
+        return len(self.sequence.prompt_ids) + len(self.sequence.output_ids) - 1
 
 
 class Worker(BaseSpecWorker):  # type: ignore[misc]
@@ -125,9 +131,13 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._vocab_size = int(target_worker.model_runner.model_config.vocab_size)
         self._ended: float | None = None  # when the round before ended, if this batch follows it at once
         self._running: dict[str, _Running] = {}
+        self._ahead: Sequence[tuple[_Running, int]] = ()
+        """Requests of the last round with drafts, and how many tokens each emitted."""
         self._plain_left = 0  # rounds from now on that are plain; the same on all ranks
         self._plain_for = 0  # requests of the round that promised them
         # On a CPU a round is over when it was launched, and there is nothing to hide.
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called once a round with drafts is launched."""
         self.overlaps = os.environ.get(overlap.VARIABLE) != "0" and server_args.device != "cpu"
         self.rounds = RoundTrace()
         self.speculator: Speculator | None = None  # None: plain decoding
@@ -228,15 +238,22 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         decided = time.perf_counter()
         rows = Rows.of(trees)
         batch.spec_info = None
-        spread(batch, rows, req_to_token=self._pool.req_to_token)
+        spread(
+            batch,
+            rows,
+            last_tokens=[r.sequence.output_ids[-1] for r in running],
+            cached=[r.cached for r in running],
+            req_to_token=self._pool.req_to_token,
+        )
         try:
             if rows.drafted:
                 self._branches.place(batch, rows)
             result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+            self.meanwhile()
             samples = result.next_token_ids.tolist()
         finally:
             self._branches.give_back()
-        paths = self._accepted(reqs, rows, samples)
+        paths = self._accepted(running, rows, samples)
         self._ended = time.perf_counter()
         if get_parallel().tp_rank == 0:
             assert self.speculator is not None
@@ -248,19 +265,34 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
                 ],
                 round_s=self._ended - began,
             )
+        for r, path, start in zip(running, paths, rows.starts, strict=False):
+            r.sequence.output_ids.extend([samples[start + row] for row in path])
+        self._ahead = [*zip(running, map(len, paths), strict=True)]
         emitted = self._emit(result, rows, paths, base)
         times = (entered, decided, self._ended, time.perf_counter())
         self.rounds.verified(*times, requests=len(reqs), rows=rows.total, emitted=sum(map(len, paths)))
         return emitted
 
-    def _accepted(self, reqs: Sequence[Any], rows: Rows, samples: Sequence[int]) -> list[list[int]]:
+    def _accepted(self, running: Sequence[_Running], rows: Rows, samples: Sequence[int]) -> list[list[int]]:
         """Return the kept rows per request; their slots are brought to where its next tokens look for them."""
-        paths: list[list[int]] = [_ROOT] * len(reqs)
+        paths: list[list[int]] = [_ROOT] * len(running)
         for i, tree in enumerate(rows.trees):
             if tree.tokens:
                 paths[i] = accepted_path(tree, samples[rows.starts[i] : rows.starts[i + 1]])
-                self._branches.keep(reqs[i], num_cached(reqs[i]), tree, paths[i])
+                if not running[i].req.finished():  # by a time limit, when the last round was handed out
+                    self._branches.keep(running[i].req, running[i].cached, tree, paths[i])
         return paths
+
+    def may_end(self) -> bool:
+        """Return whether the last round, which SGLang was not told of and may have had drafts, may have ended any
+        request."""
+        return any(
+            running.ends is None
+            or running.req.to_finish
+            or self._wanted(running) <= 0
+            or not running.ends.isdisjoint(running.sequence.output_ids[-num_new:])
+            for running, num_new in self._ahead
+        )
 
     def _plain_round(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
         self._ended = self._ended or time.perf_counter()
@@ -325,7 +357,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             temperature=0.0 if draft_runner.is_greedy(sampling) else sampling.temperature,
         )
         may_draft = responses.is_drafted(req)
-        self._running[req.rid] = _Running(req, sequence, len(begun), may_draft)
+        self._running[req.rid] = _Running(req, sequence, len(begun), may_draft, responses.ends_of(req))
         self._plain_left = min(self._plain_left, SOON)
         self.speculator.open(sequence)
 
@@ -362,11 +394,13 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     def _limits(self, running: Sequence[_Running]) -> list[int]:
         most, wanted = self._max_rows - 1, self._wanted
-        return [min(most, wanted(request.req) - 1) if request.may_draft else 0 for request in running]
+        return [min(most, wanted(request) - 1) if request.may_draft else 0 for request in running]
 
     @staticmethod
-    def _wanted(req: Any) -> int:
-        return int(req.sampling_params.max_new_tokens) - len(req.output_ids)
+    def _wanted(running: _Running) -> int:
+        """Return how many tokens it may still emit."""
+        emitted = len(running.sequence.output_ids) - running.num_begun
+        return int(running.req.sampling_params.max_new_tokens) - emitted
 
     def _agreed(self, lists: list[list[int]]) -> list[list[int]]:
         """Return rank 0's lists, as many as each rank has: trees, and at most two numbers for each of them."""

@@ -14,9 +14,10 @@ import torch
 from sglang.srt.layers import sampler
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 
-from specactor.rollout.sglang import overlap, responses
+from specactor.rollout.sglang import overlap, responses, verify_worker
 from specactor.rollout.sglang.overlap import Loop
 from specactor.rollout.sglang.rank_calls import RANK_CALLS
+from specactor.rollout.sglang.verify_batch import num_cached
 from specactor.rollout.sglang.verify_worker import Worker
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.speculator import Speculator
@@ -170,8 +171,8 @@ def triton_rows(context: Any, _: object) -> list[int]:
 
 @call
 def overlap_rounds(context: Any, on: bool) -> int:
-    """From now on, or not. Returns the rounds that were launched before the tokens of the one before were looked at,
-    since the last call."""
+    """From now on, or not. Returns the rounds that were launched before the one before was handed out, since the last
+    call."""
     context.draft_worker.overlaps = on
     count: int = _seen["ahead"]
     _seen["ahead"] = 0
@@ -265,7 +266,23 @@ def aborts_without_a_look() -> None:
 
 def goes_on_before_drafts() -> None:
     """A round with drafts is prepared while a plain one is under way."""
-    _patch(Loop, "goes_on", lambda loop, _: loop._worker.overlaps)
+    _patch(Loop, "goes_on", lambda loop, batch: loop._worker.overlaps and batch.spec_algorithm.is_none())
+
+
+def drafts_from_what_was_handed_out() -> None:
+    """A round with drafts begins where SGLang's requests end, though one is under way."""
+    right = verify_worker.spread
+
+    def wrong(batch: Any, rows: Any, **named: Any) -> None:
+        named["last_tokens"] = [req.output_ids[-1] for req in batch.reqs]
+        right(batch, rows, **named | {"cached": [*map(num_cached, batch.reqs)]})
+
+    _patch(verify_worker, "spread", wrong)
+
+
+def verifies_for_the_ended() -> None:
+    """A round with drafts is launched before it is known who goes on."""
+    _patch(Worker, "may_end", lambda _: False)
 
 
 def goes_on_in_a_full_pool() -> None:
@@ -344,6 +361,8 @@ WRONG = {
         noise_begins_anew,
         aborts_without_a_look,
         goes_on_before_drafts,
+        drafts_from_what_was_handed_out,
+        verifies_for_the_ended,
         goes_on_in_a_full_pool,
         looks_at_the_ended,
         keeps_keys_under_way,
@@ -359,7 +378,11 @@ def _count() -> None:
 
     def noted(loop: Loop) -> Any:
         loops.add(loop)
-        return step(loop)
+        under_way = bool(loop._under_way)
+        batch = step(loop)
+        if under_way and batch is not None and batch.forward_mode.is_decode():
+            _seen["ahead"] += not batch.spec_algorithm.is_none()  # plain ones are counted below
+        return batch
 
     def retract_decode(batch: Any) -> Any:
         result = retract(batch)

@@ -1,5 +1,5 @@
-"""Plain rounds launched before the tokens of the one before are looked at: the same tokens, log-probabilities and
-rounds as without, whatever comes in between; and wrong versions of it are caught."""
+"""Rounds launched before the one before is handed out: the same tokens, log-probabilities and rounds as without,
+whatever comes in between; and wrong versions of it are caught."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tests.rollout.sglang.sampling_cases import EOS
 from tests.rollout.sglang.test_interruptions import OFF, drafter
 from tests.rollout.sglang.test_verify_worker import batch, configure, facts
 
+HALF = drafter("Half")
 AUTO = replace(drafter("Half"), mode="auto", window=None)
 NOBODY = replace(OFF, mode="off")
 Facts = list[tuple[object, ...]]
@@ -70,9 +71,10 @@ def generated(
 def test_overlap_changes_nothing(speculating: Engine) -> None:
     """Where nobody drafts, where drafting is tried now and then, and in turns."""
     expected = run(speculating, OFF, batch(), overlap=False)
-    for config in (OFF, NOBODY, AUTO, OFF):
+    for config in (OFF, NOBODY, AUTO, HALF, OFF):
         assert run(speculating, config, batch()) == expected
-    assert run(speculating, AUTO, batch(), overlap=False) == expected
+    for config in (AUTO, HALF):
+        assert run(speculating, config, batch(), overlap=False) == expected
 
 
 @two_ranks_are_deep("started")
@@ -225,6 +227,33 @@ def test_an_abort_ends_with_the_tokens_that_there_are(speculating: Engine) -> No
         assert (ours.token_ids, ours.logprobs) == (token_ids[:count], logprobs[:count])  # type: ignore[index]
     speculating.flush()
     assert probe(speculating, "free") == before
+
+
+@two_ranks_are_deep("started")
+def test_a_round_with_drafts_begins_where_the_last_ended(speculating: Engine) -> None:
+    requests = [request(i, new=40) for i in range(12)]
+    expected = run(speculating, OFF, requests, overlap=False)
+    assert run(speculating, HALF, requests) == expected
+    probe(speculating, "break_with", "drafts_from_what_was_handed_out")
+    assert run(speculating, HALF, requests) != expected
+
+
+@two_ranks_are_deep("started")
+def test_nothing_is_verified_for_the_ended(speculating: Engine) -> None:
+    """As often as without overlap, whether requests end by their lengths or by themselves."""
+
+    def verified(*, overlap: bool) -> int:
+        speculating.rank_call(TRACE, b"on", timeout_s=60)
+        found.append(run(speculating, HALF, batch(), overlap=overlap))
+        spans = msgspec.msgpack.decode(speculating.rank_call(TRACE, b"off", timeout_s=60)[0], type=list[Span])
+        return sum(int(s.details["requests"]) for s in spans if s.name == "verify")
+
+    found = [run(speculating, OFF, batch(), overlap=False)]
+    expected = verified(overlap=False)
+    assert verified(overlap=True) == expected
+    probe(speculating, "break_with", "verifies_for_the_ended")
+    assert verified(overlap=True) > expected
+    assert all(facts == found[0] for facts in found)
 
 
 def traced(engine: Engine, requests: Sequence[RolloutRequest], *, overlap: bool) -> int:

@@ -264,7 +264,7 @@ def overruns() -> Rehearsed:
             req.finished_len = len(req.output_ids)
 
     heal()
-    patch(Worker, "_wanted", lambda right, req: right(req) + 1)
+    patch(Worker, "_wanted", lambda right, running: right(running) + 1)
     patch(Req, "update_finish_state", uncut)
     return Rehearsed(learns=False)
 
@@ -383,12 +383,12 @@ def drafts_of_the_neighbour(right: Function, worker: Any, reqs: Sequence[Req], r
     """Drafts are made for one request and verified for the next."""
     trees = right(worker, reqs, running)
     return [
-        chain(tree.tokens[: worker._wanted(req) - 1])
-        for req, tree in zip(reqs, [*trees[-1:], *trees[:-1]], strict=True)
+        chain(tree.tokens[: worker._wanted(request) - 1])
+        for request, tree in zip(running, [*trees[-1:], *trees[:-1]], strict=True)
     ]
 
 
 @in_place_of(Worker, "_wanted")
-def windows_without_end(right: Function, req: Req) -> int:
+def windows_without_end(right: Function, running: Any) -> int:
     """Windows know no max_new_tokens; SGLang cuts what is too long."""
-    return right(req) + 100
+    return right(running) + 100
