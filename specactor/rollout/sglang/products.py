@@ -7,6 +7,7 @@ any other size is used; where bits differ, SGLang's own stays.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ class Tile(NamedTuple):
         return {**sizes, "GROUP_SIZE_M": 8, "num_warps": self.warps, "num_stages": self.stages}
 
 
-# The fastest of eleven and of sixteen sizes on an H200, at the shapes of Qwen3-30B-A3B; by the most rows.
+# Of eleven and sixteen sizes those that were fast at all shapes of Qwen3-30B-A3B on an H200; by the most rows.
 PRODUCTS = {16: Tile(16, 64, 128), 64: Tile(64, 64, 128), 512: Tile(64, 128, 64)}
 FEW, MANY = Tile(16, 64, 128), Tile(64, 128, 64)
 EXPERTS = 4  # rows of an expert on average, up to which they are few
@@ -127,6 +128,7 @@ def agree(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> bool:
     try:
         dense = [multiply(tile, a, b, dtype) for tile in (OF_SGLANG, *PRODUCTS.values())]
         experts = [multiply_experts(config, a, b) for config in (SGLANGS, FEW.config(), MANY.config())]
-    except Exception:  # a GPU with less memory per processor, or another Triton: its errors are many
+    except Exception as error:  # a GPU with less memory per processor, or another Triton: its errors are many
+        logging.getLogger(__name__).warning("Products keep SGLang's tiles: %r", error)
         return False
     return all(torch.equal(of[0], other) for of in (dense, experts) for other in of[1:])

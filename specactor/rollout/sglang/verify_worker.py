@@ -135,9 +135,9 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         """Requests of the last round with drafts, and how many tokens each emitted."""
         self._plain_left = 0  # rounds from now on that are plain; the same on all ranks
         self._plain_for = 0  # requests of the round that promised them
-        # On a CPU a round is over when it was launched, and there is nothing to hide.
         self.meanwhile: Callable[[], None] = lambda: None
         """Called once a round with drafts is launched."""
+        # On a CPU a round is over when it was launched, and there is nothing to hide.
         self.overlaps = os.environ.get(overlap.VARIABLE) != "0" and server_args.device != "cpu"
         self.rounds = RoundTrace()
         self.speculator: Speculator | None = None  # None: plain decoding
@@ -229,8 +229,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             return self._prefill(batch, pp_proxy_tensors)
         if batch.spec_algorithm.is_none():
             return self._plain_round(batch, pp_proxy_tensors)
-        base = batch.seq_lens
-        reqs = batch.reqs
+        base, reqs = batch.seq_lens, batch.reqs
         entered = time.perf_counter()
         began = self._ended or entered  # what SGLang does between two rounds belongs to the second
         running = self._follow(reqs)
