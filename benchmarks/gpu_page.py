@@ -125,7 +125,7 @@ always wrong: milliseconds of their rounds.
 
 {tiles}
 
-A head has no CUDA graph yet.
+The head had no CUDA graph then; it has now, not measured yet.
 
 **Right in graphs.** A head that knows a toy policy had 691 of 1,252 drafts accepted in graphs as in eager mode, and 692
 of 1,251 on a CPU. In a job (227 million weights, bfloat16, the quickstart's task) whose head drafted, all metrics of 4

@@ -57,7 +57,13 @@ def settings() -> dict[str, Setting]:
                 spread=0.1,
                 tokens=tokens,
             )
-            for batch, tokens, dilation in ((8, 96, 30.0), (32, 96, 30.0), (64, 64, 60.0), (128, 64, 60.0))
+            for batch, tokens, dilation in (
+                (8, 96, 30.0),
+                (32, 96, 30.0),
+                (64, 64, 60.0),
+                (128, 64, 60.0),
+                (256, 64, 60.0),
+            )
         ),
         *(
             Setting(
@@ -68,7 +74,7 @@ def settings() -> dict[str, Setting]:
                 tokens=128,
                 tail=True,
             )
-            for batch in (64, 128)
+            for batch in (64, 128, 256)
         ),
         Setting(
             name="32B on 4 H100, 0.5B drafts, 4k context, batch 16",

@@ -422,9 +422,7 @@ class DraftRunner:
         batch = self._batch(tokens_R, table_R, positions_R)
         # Other passes go to the layers directly: SGLang's runner serves the scheduler besides, which takes longer than
         # a small model.
-        graphs = getattr(self._runner, "decode_cuda_graph_runner", None)
-        if graphs is not None and graphs.can_run_graph(batch):
-            replayed: Tensor = graphs.execute(batch).next_token_logits
+        if (replayed := self._replayed(batch)) is not None:
             return replayed if wanted_B is None else replayed[wanted_B]
         hidden = self._hidden(batch)
         if wanted_B is not None:
@@ -432,6 +430,17 @@ class DraftRunner:
         model: Any = self._runner.model
         output = model.logits_processor(tokens_R, hidden, model.lm_head, batch)
         logits: Tensor = output.next_token_logits
+        return logits
+
+    @property
+    def _graphs(self) -> Any:
+        return getattr(self._runner, "decode_cuda_graph_runner", None)
+
+    def _replayed(self, batch: Any) -> Tensor | None:
+        """Return the logits of all rows, which the next graph overwrites; None where no graph serves."""
+        if self._graphs is None or not self._graphs.can_run_graph(batch):
+            return None
+        logits: Tensor = self._graphs.execute(batch).next_token_logits
         return logits
 
     def _batch(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor) -> Any:

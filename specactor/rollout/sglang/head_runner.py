@@ -9,6 +9,7 @@ Shape legend: R rows, B texts, V vocabulary, S slots, F numbers of all layers re
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from specactor.config import EAGLE3_HEAD
 from specactor.cpu import sglang_ops
 from specactor.errors import EngineError
 from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner, is_mtp, num_features
+from specactor.rollout.sglang.gpu import MAX_ROWS
 
 _KV_CACHE = "kv_cache"  # SGLang's name of the memory that is given back with the KV pool
 MTP_WEIGHTS = "model.mtp_layers."  # how the names of an MTP layer's weights begin in Hugging Face format
@@ -38,6 +40,9 @@ class TargetStates:
         with head.token_to_kv_pool.memory_saver_adapter.region(_KV_CACHE):
             self._states_SF = torch.zeros(num_slots, wanted, dtype=head.dtype, device=head.device)
         self._table = target.req_to_token_pool.req_to_token
+        rows = max(MAX_ROWS, head.req_to_token_pool.size)
+        self.own_RH = torch.zeros(rows, head.model_config.hidden_size, dtype=head.dtype, device=head.device)
+        """Where a graph of the head reads its rows' hidden states, and leaves the head's own."""
         target.model.model.register_forward_hook(self._write, with_kwargs=True)
 
     def _write(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -128,7 +133,33 @@ def prepare(target: Any, head: Any) -> TargetStates:
     head.req_to_token_pool = copy.copy(target.req_to_token_pool)
     head.req_to_token_pool.req_to_token = target.req_to_token_pool.req_to_token[:, 1:]
     head.init_kv_index_translator()
-    return TargetStates(target, head, num_slots=head.token_to_kv_pool.size + page)
+    states = TargetStates(target, head, num_slots=head.token_to_kv_pool.size + page)
+    head.model.forward = functools.partial(_captured, head.model, states.own_RH, is_mtp(head.model_config))
+    return states
+
+
+def _captured(model: Any, own_RH: Tensor, is_mtp: bool, tokens_R: Tensor, positions_R: Tensor, batch: Any) -> Any:
+    """Return SGLang's output of a head, as a CUDA graph computes it."""
+    states_RH = own_RH[: len(tokens_R)]
+    batch.spec_info = SimpleNamespace(hidden_states=states_RH)
+    passes = _mtp_pass if is_mtp else _head_pass
+    hidden, passed_RH = passes(model, tokens_R, positions_R, batch)
+    batch.spec_info = None
+    states_RH.copy_(passed_RH)
+    return model.logits_processor(tokens_R, hidden, model.lm_head, batch)
+
+
+def _head_pass(model: Any, tokens_R: Tensor, positions_R: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    """Return what logits are made of, and what the next pair reads, [R, H] each."""
+    hidden, [own] = model.model(tokens_R, positions_R, batch)
+    return hidden, own
+
+
+def _mtp_pass(model: Any, tokens_R: Tensor, positions_R: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    # SGLang's layer hides the token at position 0. Megatron, which trains it, does not; and rotary embedding tells
+    # distances alone.
+    hidden = model.model(tokens_R, positions_R + 1, batch)
+    return hidden, hidden
 
 
 def _tensors(folder: Path) -> set[str]:
@@ -142,11 +173,10 @@ def _tensors(folder: Path) -> set[str]:
 
 
 class HeadRunner(DraftRunner):
-    """Drafts with a head, without CUDA graphs."""
-
     first_token = 1
     keeps_drafts = False
     prefill_tokens = 0  # its one layer has few keys to read
+    _pass = staticmethod(_head_pass)
 
     def __init__(self, runner: Any, states: TargetStates) -> None:
         super().__init__(runner)
@@ -154,6 +184,9 @@ class HeadRunner(DraftRunner):
         self._own_BH: Tensor | None = None
         """Hidden states of the head at the last token of each text; None: it reads the target's."""
         self._passed_RH: Tensor  # those of the last pass
+        layers = runner.model.model
+        self._normalizes = any(getattr(layers, name, None) is not None for name in ("input_norm", "fc_norm"))
+        """Whether it does more to the target's states than join them, which graphs leave out."""
         ids = getattr(runner.model, "hot_token_id", None)
         self._token_ids = None if ids is None else ids.to(self._device)  # of a reduced vocabulary
 
@@ -178,31 +211,36 @@ class HeadRunner(DraftRunner):
     def _batch(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor) -> Any:
         return super()._batch(tokens_R, table_R, positions_R - 1)  # pairs count from 0
 
+    def _replayed(self, batch: Any) -> Tensor | None:
+        if self._graphs is None:
+            return None
+        states_RF, own_RH = self._read(batch), self._states.own_RH[: batch.batch_size]
+        if states_RF.shape[1] != own_RH.shape[1]:
+            if self._normalizes:
+                return None
+            states_RF = self._runner.model.model.fc(states_RF)
+        own_RH.copy_(states_RF)
+        self._passed_RH = own_RH
+        return super()._replayed(batch)
+
     def _forward(self, batch: Any) -> Tensor:
-        if self._own_BH is None:
-            states = self._states.of(batch.req_pool_indices, batch.positions)
-        else:
-            states = self._own_BH[: batch.batch_size]
-        batch.spec_info = SimpleNamespace(hidden_states=states)  # attention would take it for a tree before this
-        hidden, self._passed_RH = self._computed(batch)
+        # Attention would take it for a tree before this.
+        batch.spec_info = SimpleNamespace(hidden_states=self._read(batch))
+        hidden, self._passed_RH = self._pass(self._runner.model, batch.input_ids, batch.positions, batch)
         batch.spec_info = None
         return hidden
 
-    def _computed(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return what logits are made of, and what the next pair reads, [R, H] each."""
-        hidden, [own] = super()._forward(batch)
-        return hidden, own
+    def _read(self, batch: Any) -> Tensor:
+        """Return the hidden states that go with the rows' tokens."""
+        if self._own_BH is None:
+            return self._states.of(batch.req_pool_indices, batch.positions)
+        return self._own_BH[: batch.batch_size]
 
 
 class MtpRunner(HeadRunner):
     """Drafts with the target's MTP layer, again and again."""
 
-    def _computed(self, batch: Any) -> tuple[Tensor, Tensor]:
-        # SGLang's layer hides the token at position 0. Megatron, which trains it, does not; and rotary embedding tells
-        # distances alone.
-        batch.positions = batch.positions + 1
-        hidden = DraftRunner._forward(self, batch)
-        return hidden, hidden
+    _pass = staticmethod(_mtp_pass)
 
 
 class PolicyWithMtp(torch.nn.Module):

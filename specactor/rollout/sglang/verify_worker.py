@@ -186,9 +186,8 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             worker.init_attention_backends()
 
     def init_cuda_graphs(self) -> None:
-        for name, worker in self._draft_workers.items():
-            if name not in self._target_states:
-                worker.init_cuda_graphs()
+        for worker in self._draft_workers.values():
+            worker.init_cuda_graphs()
 
     @property
     def draft_runners(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from tests.rollout.sglang.test_model_drafter import (
     pushes_to,
 )
 from tests.rollout.sglang.test_model_drafter import speculation as model_speculation
-from tests.rollout.sglang.test_verify_worker import configure, facts, report
+from tests.rollout.sglang.test_verify_worker import GRAPHS, configure, facts, in_graphs, report
 from tests.trainer.drafter.reference_head import ReferenceHead
 
 WRONG = "tests.rollout.sglang.wrong_heads"
@@ -99,6 +99,21 @@ def test_a_head_that_knows_its_target_is_always_right(
 ) -> None:
     """Also where a prompt was computed for another request, and where rounds were plain before."""
     assert_always_right(knowing, speculation(toy[1], window), batch(temperature))
+
+
+@two_ranks_are_deep("knowing")
+def test_a_head_in_graphs_drafts_the_same(knowing: Engine, toy: tuple[str, str]) -> None:
+    """Graphs that keep the lengths, or the hidden states, of another batch are caught."""
+    counts_of(knowing, replace(speculation(toy[1], 3), drafters=(f"{GRAPHS}:Half",)), batch(1.0))  # its module is there
+    knowing.flush()
+    with in_graphs(knowing, b"draft", beyond=16):
+        assert_always_right(knowing, speculation(toy[1], 3), batch(1.0))
+        unread = counts_of(knowing, speculation(toy[1], 3, "Unread"), batch(1.0))
+    with in_graphs(knowing, b"draft, stale", beyond=0):
+        stale = counts_of(knowing, speculation(toy[1], 3), batch(1.0))
+    assert unread.failures == 0
+    assert accept_rate(unread) < 0.9
+    assert stale.failures or accept_rate(stale) < 0.9
 
 
 @two_ranks_are_deep("knowing")

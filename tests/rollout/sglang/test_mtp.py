@@ -23,7 +23,7 @@ from tests.rollout.sglang.test_model_drafter import (
     batch,
     counts_of,
 )
-from tests.rollout.sglang.test_verify_worker import configure
+from tests.rollout.sglang.test_verify_worker import GRAPHS, configure, in_graphs
 from tests.trainer.reference_mimo import ReferenceMimo
 
 WRONG = "tests.rollout.sglang.wrong_mtp"
@@ -74,6 +74,14 @@ def strangers(
 def test_a_layer_that_knows_its_policy_is_always_right(knowing: Engine, temperature: float, window: int) -> None:
     """Also where a prompt was computed for another request, and where rounds were plain before."""
     assert_always_right(knowing, speculation(window), batch(temperature))
+
+
+@two_ranks_are_deep("knowing")
+def test_a_layer_in_graphs_drafts_the_same(knowing: Engine) -> None:
+    counts_of(knowing, speculation(3, drafters=(f"{GRAPHS}:Half",)), batch(1.0))  # its module is there
+    knowing.flush()
+    with in_graphs(knowing, b"draft", beyond=16):
+        assert_always_right(knowing, speculation(3), batch(1.0))
 
 
 @two_ranks_are_deep("knowing")

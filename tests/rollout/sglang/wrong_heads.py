@@ -9,7 +9,7 @@ import msgspec
 from torch import Tensor
 
 from specactor.rollout.sglang import rank_calls
-from specactor.rollout.sglang.draft_runner import DraftBatch, DraftText
+from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner, DraftText
 from specactor.rollout.sglang.head_runner import HeadRunner, TargetStates
 from specactor.rollout.sglang.model_drafter import ModelDrafter
 from tests.rollout.sglang import probes  # noqa: F401 - its rank calls
@@ -137,6 +137,18 @@ class OwnStatesRunner(SharedRunner):
 
 class OwnStates(Shared):
     head_runner_type = OwnStatesRunner
+
+
+class UnreadRunner(SharedRunner):
+    """Its graphs read the hidden states of the batch before."""
+
+    def _replayed(self, batch: Any) -> Tensor | None:
+        self._passed_RH = self._states.own_RH[: batch.batch_size]
+        return DraftRunner._replayed(self, batch)
+
+
+class Unread(Shared):
+    head_runner_type = UnreadRunner
 
 
 def _layers(rank: Any, payload: bytes) -> bytes:
