@@ -185,6 +185,23 @@ def install_plain_rounds(decode_plainly: Callable[[Any], bool]) -> None:
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.update_running_batch", choose, HookType.BEFORE)
 
 
+def install_room() -> None:
+    """Register the hook that makes page-table rows wide enough for what SGLang reserves."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # Two rounds behind a text that may be as long as the context; SGLang makes room for one and four tokens. Its kernel
+    # would write the others into the next request's row.
+    target = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+    HookRegistry.register(target, _with_the_reserve, HookType.AROUND)
+
+
+def _with_the_reserve(original: Callable[[], int]) -> int:
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+    from sglang.srt.runtime_context import get_spec
+
+    return max(original(), get_alloc_reserve_per_decode() if get_spec().speculative_num_draft_tokens else 0)
+
+
 def begin_plain_round(batch: Any, none: Any) -> None:
     """Make this batch's next round a plain one. Args: none: SGLang's `SpeculativeAlgorithm.NONE`."""
     if batch.spec_algorithm.is_none():

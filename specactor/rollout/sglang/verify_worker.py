@@ -36,6 +36,7 @@ from specactor.rollout.sglang.verify_batch import (
     Branches,
     Rows,
     install_plain_rounds,
+    install_room,
     last_tokens,
     num_cached,
     spread,
@@ -476,6 +477,7 @@ def register(
         worker = worker_of(scheduler)
         return worker is not None and worker.decodes_plainly()
 
+    install_room()
     install_plain_rounds(decodes_plainly)
     overlap.install(worker_of)
     SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=Algorithm)(lambda _: StartedWorker)

@@ -113,6 +113,16 @@ def test_drafts_change_no_token(
         assert 0 < counts.accepted < counts.drafted
 
 
+@two_ranks_are_deep("speculating")
+def test_the_longest_requests_are_drafted_for_to_their_end(speculating: Engine, engines: tuple[Engine, Engine]) -> None:
+    """The page table has room for the slots that SGLang reserves behind their last tokens."""
+    ready, engine = speculating.ready, engines[len(speculating.spec.devices) - 1]
+    assert ready is not None
+    requests = [request(i, new=ready.max_sequence_tokens - len(request(i).prompt_ids)) for i in range(6)]
+    engine.flush()
+    assert run(speculating, speculation("Constant", MAX_WINDOW), requests) == facts(engine.generate(requests))
+
+
 def test_text_drafters_are_told_on_rank_0_alone(speculating: Engine) -> None:
     requests = batch(10)
     run(speculating, speculation("Heard", 4), requests)
