@@ -173,7 +173,7 @@ def install_plain_rounds(decode_plainly: Callable[[Any], bool]) -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     def choose(scheduler: Any, batch: Any) -> None:
-        if decode_plainly(scheduler):
+        if decode_plainly(scheduler) or (batch.reqs and _is_too_long_for_drafts(batch, scheduler)):
             begin_plain_round(batch, SpeculativeAlgorithm.NONE)
             # SGLang's log divides by these, and counts rounds with drafts alone.
             count = batch.batch_size()
@@ -183,6 +183,36 @@ def install_plain_rounds(decode_plainly: Callable[[Any], bool]) -> None:
 
     # What the round needs is compared with what is free just after this.
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.update_running_batch", choose, HookType.BEFORE)
+
+
+def _is_too_long_for_drafts(batch: Any, scheduler: Any) -> bool:
+    """Return whether the pool has no room for what a round with drafts reserves behind a text, were it alone: SGLang
+    would give it up, though a plain round has room."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+    slots = batch.token_to_kv_pool_allocator
+    longest = slots.size - slots.page_size + 1 - get_alloc_reserve_per_decode()
+    if scheduler.spec_algorithm.is_none() or batch.model_config.context_len <= longest:
+        return False
+    # The next round of one under way was found to have room.
+    return not scheduler.result_queue and max(req.kv.kv_committed_len for req in batch.reqs) > longest
+
+
+def install_room() -> None:
+    """Register the hook that makes page-table rows wide enough for what SGLang reserves."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # Two rounds behind a text that may be as long as the context; SGLang makes room for one and four tokens. Its kernel
+    # would write the others into the next request's row.
+    target = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+    HookRegistry.register(target, _with_the_reserve, HookType.AROUND)
+
+
+def _with_the_reserve(original: Callable[[], int]) -> int:
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+    from sglang.srt.runtime_context import get_spec
+
+    return max(original(), get_alloc_reserve_per_decode() if get_spec().speculative_num_draft_tokens else 0)
 
 
 def begin_plain_round(batch: Any, none: Any) -> None:

@@ -36,6 +36,7 @@ from specactor.rollout.sglang.verify_batch import (
     Branches,
     Rows,
     install_plain_rounds,
+    install_room,
     last_tokens,
     num_cached,
     spread,
@@ -247,6 +248,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             if rows.drafted:
                 self._branches.place(batch, rows)
             result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+            batch.reqs = reqs  # SGLang counts those that run
             self.meanwhile()
             samples = result.next_token_ids.tolist()
         finally:
@@ -295,7 +297,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
     def _plain_round(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
         self._ended = self._ended or time.perf_counter()
         self._attend(batch.reqs)
-        self._plain_left -= 1
+        self._plain_left = max(0, self._plain_left - 1)  # none was promised where drafts have no room
         if batch.input_ids is None:  # they are on the device where the round before is under way
             batch.input_ids = last_tokens(batch)
         return self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
@@ -475,6 +477,7 @@ def register(
         worker = worker_of(scheduler)
         return worker is not None and worker.decodes_plainly()
 
+    install_room()
     install_plain_rounds(decodes_plainly)
     overlap.install(worker_of)
     SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=Algorithm)(lambda _: StartedWorker)

@@ -24,7 +24,7 @@ from specactor.rollout.speculation.speculator import Speculator
 from tests.rollout.sglang.drafters import HalfRight, Memory
 
 _texts: dict[tuple[tuple[int, ...], int], list[int]] = {}
-_seen = {"ahead": 0, "retracted": 0, "under_way": 0, "chunked": 0, "cached": 0, "longest_prefill": 0}
+_seen = {"ahead": 0, "retracted": 0, "under_way": 0, "chunked": 0, "cached": 0, "longest_prefill": 0, "running": 0}
 _rounds: list[tuple[bool, int]] = []
 _undo: list[Callable[[], None]] = []
 
@@ -79,7 +79,8 @@ def call(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 @call
 def seen(context: Any, _: object) -> dict[str, int]:
     """Since the last call: requests retracted, those of them while a round was under way, prefills of a part of a
-    prompt, tokens found in the prefix cache, tokens of the longest prefill of one request."""
+    prompt, tokens found in the prefix cache, tokens of the longest prefill of one request, most requests that SGLang
+    counts as running while a round is handed out."""
     counts = dict(_seen)
     for name in _seen:
         _seen[name] = 0
@@ -374,7 +375,7 @@ WRONG = {
 
 def _count() -> None:
     retract, extend = ScheduleBatch.retract_decode, ScheduleBatch.prepare_for_extend
-    plain_round, step, loops = Worker._plain_round, Loop.step, set[Loop]()
+    plain_round, step, finish, loops = Worker._plain_round, Loop.step, Loop.finish, set[Loop]()
 
     def noted(loop: Loop) -> Any:
         loops.add(loop)
@@ -383,6 +384,11 @@ def _count() -> None:
         if under_way and batch is not None and batch.forward_mode.is_decode():
             _seen["ahead"] += not batch.spec_algorithm.is_none()  # plain ones are counted below
         return batch
+
+    def finished(loop: Loop) -> None:
+        if loop._under_way:
+            _seen["running"] = max(_seen["running"], len(loop._scheduler.running_batch.reqs))
+        finish(loop)
 
     def retract_decode(batch: Any) -> Any:
         result = retract(batch)
@@ -401,7 +407,7 @@ def _count() -> None:
         _seen["ahead"] += batch.input_ids is not None
         return plain_round(worker, batch, *arguments)
 
-    Loop.step = noted  # type: ignore[method-assign]
+    Loop.step, Loop.finish = noted, finished  # type: ignore[method-assign]
     Worker._plain_round = counted  # type: ignore[assignment, method-assign]
     ScheduleBatch.retract_decode = retract_decode
     ScheduleBatch.prepare_for_extend = prepare_for_extend

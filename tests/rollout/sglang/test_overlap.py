@@ -4,6 +4,8 @@ whatever comes in between; and wrong versions of it are caught."""
 from __future__ import annotations
 
 import json
+import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -158,21 +160,22 @@ def test_a_full_pool(speculating: Engine) -> None:
     bias = ((EOS, -50.0),)  # room is kept for all of a request without an end
     requests = [request(i, new=140, ignore_eos=False, logit_bias=bias) for i in range(32)]
 
-    def thrown_out(*, overlap: bool) -> tuple[list[Trajectory], int]:
+    def thrown_out(config: SpeculationConfig, *, overlap: bool) -> tuple[list[Trajectory], int]:
         """Responses, and how many requests were thrown out while a round was under way."""
         probe(speculating, "seen")
-        found = generated(speculating, OFF, requests, overlap=overlap)
+        found = generated(speculating, config, requests, overlap=overlap)
         counts = probe(speculating, "seen")
         assert counts["retracted"] > 0
         return found, counts["under_way"]
 
-    expected, _ = thrown_out(overlap=False)
-    found, under_way = thrown_out(overlap=True)
-    assert under_way == 0
-    assert_same(found, expected)
-    assert [t.routed_experts for t in found] == [t.routed_experts for t in expected]
+    expected, _ = thrown_out(OFF, overlap=False)
+    for config in (HALF, OFF):
+        found, under_way = thrown_out(config, overlap=True)
+        assert under_way == 0
+        assert_same(found, expected)
+        assert [t.routed_experts for t in found] == [t.routed_experts for t in expected]
     probe(speculating, "break_with", "goes_on_in_a_full_pool")
-    assert thrown_out(overlap=True)[1] > 0
+    assert thrown_out(OFF, overlap=True)[1] > 0
 
 
 @two_ranks_are_deep("started")
@@ -230,10 +233,43 @@ def test_an_abort_ends_with_the_tokens_that_there_are(speculating: Engine) -> No
 
 
 @two_ranks_are_deep("started")
+def test_requests_come_and_are_aborted_among_rounds_with_drafts(speculating: Engine) -> None:
+    chance = random.Random(0)
+    waves = [
+        [replace(request(i, new=chance.randrange(1, 120), ignore_eos=i % 2 == 0), request_id=f"{w}-{i}") for i in some]
+        for w, some in enumerate([range(40 * w, 40 * w + 14) for w in range(4)])
+    ]
+    expected = {t.request_id: t for wave in waves for t in generated(speculating, OFF, wave, overlap=False)}
+    speculating.flush()
+    before = probe(speculating, "free")
+    configure(speculating, HALF)
+    running_waves = []
+    for wave in waves:
+        running_waves.append(in_background(speculating, wave))
+        time.sleep(chance.random() * 0.3)
+        speculating.abort_requests([r.request_id for r in wave if chance.random() < 0.2])
+    for thread, _ in running_waves:
+        thread.join(120)
+    assert probe(speculating, "overlap_rounds", True) > 0
+    found = [ours for _, answers in running_waves for ours in answers]
+    assert len(found) == len(expected)
+    for ours in found:
+        whole = expected[ours.request_id]
+        if ours.finish_reason != "abort":
+            assert_same([ours], [whole])
+            assert ours.routed_experts == whole.routed_experts
+        assert ours.token_ids == whole.token_ids[: len(ours.token_ids)]
+    speculating.flush()
+    assert probe(speculating, "free") == before
+
+
+@two_ranks_are_deep("started")
 def test_a_round_with_drafts_begins_where_the_last_ended(speculating: Engine) -> None:
     requests = [request(i, new=40) for i in range(12)]
     expected = run(speculating, OFF, requests, overlap=False)
+    probe(speculating, "seen")
     assert run(speculating, HALF, requests) == expected
+    assert probe(speculating, "seen")["running"] == len(requests), "SGLang counts rows as requests"
     probe(speculating, "break_with", "drafts_from_what_was_handed_out")
     assert run(speculating, HALF, requests) != expected
 

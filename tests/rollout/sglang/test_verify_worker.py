@@ -23,8 +23,9 @@ from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.windows import OFF as OFF_NAME
 from specactor.types import RolloutRequest, Trajectory
 from tests.lib.ranks import run_alone
-from tests.rollout.conftest import request, two_ranks_are_deep
+from tests.rollout.conftest import CONTEXT, request, two_ranks_are_deep
 from tests.rollout.sglang import drafters
+from tests.rollout.sglang.asking import assert_same
 
 MAX_WINDOW = 16
 HERE = "tests.rollout.sglang.drafters"
@@ -111,6 +112,34 @@ def test_drafts_change_no_token(
         assert counts.emitted / counts.verifies > 1 + 0.4 * window
     else:
         assert 0 < counts.accepted < counts.drafted
+
+
+@two_ranks_are_deep("speculating")
+def test_the_longest_requests_are_drafted_for_to_their_end(speculating: Engine, engines: tuple[Engine, Engine]) -> None:
+    """The page table has room for the slots that SGLang reserves behind their last tokens."""
+    ready, engine = speculating.ready, engines[len(speculating.spec.devices) - 1]
+    assert ready is not None
+    requests = [request(i, new=ready.max_sequence_tokens - len(request(i).prompt_ids)) for i in range(6)]
+    engine.flush()
+    assert run(speculating, speculation("Constant", MAX_WINDOW), requests) == facts(engine.generate(requests))
+
+
+def test_requests_that_leave_no_room_for_drafts_are_decoded_plainly(
+    make_spec: Callable[..., EngineSpec], engine: Engine
+) -> None:
+    """The longest that the pool holds, alone and in turns: SGLang would give up what it has no reserve for."""
+    spec = make_spec(
+        14,
+        config=EngineConfig(max_running_requests=4, max_total_tokens=CONTEXT - 40),
+        speculation=speculation("Constant", MAX_WINDOW),
+    )
+    with running(spec) as small:
+        assert small.ready is not None
+        longest = small.ready.max_sequence_tokens
+        assert longest == CONTEXT - 42
+        requests = [request(i, new=longest - len(request(i).prompt_ids)) for i in range(3)]
+        assert_same(small.generate(requests), engine.generate(requests))
+        assert report(small).drafted > 0
 
 
 def test_text_drafters_are_told_on_rank_0_alone(speculating: Engine) -> None:
