@@ -103,7 +103,7 @@ def row(setting: Setting, devices: int) -> list[str]:
         *(f"{plain.rollout_s / of.rollout_s:.2f}" for of in (vanilla, ahead, auto, once)),
         f"{vanilla.rollout_s / auto.rollout_s:.2f}",
         f"{plain.seconds / auto.seconds:.2f}",
-        f"{plan.mode} {plan.draft.drafter} w={plan.window}, {counts}" if plan.window else f"off, {counts}",
+        f"{plan.mode} {plan.drafter} w={plan.window}, {counts}" if plan.window else f"off, {counts}",
     ]
 
 

@@ -236,30 +236,6 @@ def acceptance(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlabel("accept_length over that of draft temperature 1/1.5")
 
 
-def fidelity(axes: Axes, rows: Sequence[Row]) -> None:
-    """Predicted over measured seconds; the band is the aim of the median."""
-    pairs = [(number(row["measured s"]), number(row["predicted s"])) for row in rows]
-    ends = [min(map(min, pairs)) / 1.1, max(map(max, pairs)) * 1.1]
-    axes.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], color=LIGHT, label="within 10 %")
-    for batch, colour in zip(dict.fromkeys(column(rows, "batch")), COLOURS, strict=False):
-        own = [pair for row, pair in zip(rows, pairs, strict=True) if row["batch"] == batch]
-        axes.plot(*zip(*own, strict=True), "o", color=colour, markersize=4, label=f"batch {batch}")
-    axes.plot(ends, ends, color=INK, linewidth=0.8, linestyle=":")
-    axes.set(xlabel="measured, s", ylabel="predicted, s")
-    axes.legend(frameon=False, fontsize=8)
-
-
-def kinds(axes: Axes, rows: Sequence[Row]) -> None:
-    """Tokens per second over those without a drafter."""
-    together, alone = "rollout tokens/s, 64 requests", "1 request (rollout tokens/s, 64 requests)"
-    over = {
-        name: [f"{number(row[name_of]) / number(rows[0][name_of]):.3f}" for row in rows]
-        for name, name_of in (("64 requests", together), ("1 request", alone))
-    }
-    dots(axes, column(rows, "drafter"), over, line=1.0)
-    axes.set_xlabel("rollout tokens/s over no drafter")
-
-
 def tasks(axes: Axes, rows: Sequence[Row]) -> None:
     """accept_length by method."""
     methods = [name.removeprefix("accept_length, ") for name in rows[0] if name.startswith("accept_length, ")]
@@ -467,8 +443,6 @@ PLOTS = {
     "paper_rollouts": Plot(rollouts, "Simulated rollouts over plain ones", 4.6),
     "speculation_speed_profile": Plot(rounds, "Milliseconds of a round", 5.2),
     "acceptance": Plot(acceptance, "accept_length beside the constant draft temperature"),
-    "simulator_fidelity": Plot(fidelity, "Predicted over measured seconds", 3.4),
-    "drafter_kinds": Plot(kinds, "Rollout speed over no drafter", 2.2),
     "tasks": Plot(tasks, "accept_length by task and method", 3.4),
     "tail_speed": Plot(tail, "Tail and rollout over plain decoding"),
     "endpoint": Plot(endpoint, "Processor time of a request in process and over HTTP", 1.6),

@@ -22,15 +22,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import cast
 
 import msgspec
 
-from benchmarks import earlier_code
 from benchmarks import speculation_speed_models as grown
 from benchmarks import speculation_speed_server as server
-from benchmarks.disturbed_run import ROOT
-from benchmarks.results import markdown, publish, write_rows
+from benchmarks.results import publish
 from benchmarks.speculation_speed_models import Shape
 from benchmarks.speculation_speed_table import Cell, result
 from benchmarks.trained_models import Models, cached, head, task_models, task_recipe
@@ -253,28 +250,6 @@ def contestants(models: Models, batch: int, folder: Path, names: Sequence[str]) 
         yield made
 
 
-@contextmanager
-def beside_earlier(
-    checkout: Path, models: Models, batch: int, folder: Path, names: Sequence[str], *, processor_time: bool
-) -> Iterator[list[Contestant]]:
-    """Present contestants and their namesakes of an earlier commit, each side in a process of its own.
-
-    The present code beside itself took 1.08 times as long in this process as in one that does nothing else.
-    """
-    own = [name for name in earlier_code.NAMES if name in (PLAIN, *names)]
-    made: list[Contestant] = []
-    with ExitStack() as stack:
-        for prefix, root in (("", ROOT), (earlier_code.EARLIER, checkout)):
-            ways = stack.enter_context(
-                earlier_code.ways_of(root, models, batch, folder / f"{prefix}engines", own, processor_time)
-            )
-            made += [
-                Contestant(name=prefix + way.name, engine=cast("Engine", way), clock=lambda way: way.played_s)  # type: ignore[attr-defined]
-                for way in ways
-            ]
-        yield made
-
-
 def contest(players: Sequence[Contestant], todo: Sequence[Work], model: str) -> list[Cell]:
     """All work by all contestants, in turns; the first contestant is plain SGLang."""
     expected = reference(players[0].engine, todo)
@@ -340,7 +315,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--processor-time", action="store_true", help="of the scheduler, not of the clock: for a machine that is busy"
     )
-    parser.add_argument("--old", type=Path, metavar="FOLDER", help="compare with a checkout of an earlier commit alone")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that engines are stopped
     load = os.getloadavg()[0]
@@ -353,21 +327,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         names, processor_time = options.contestants, options.processor_time
         with tempfile.TemporaryDirectory(prefix="speculation-speed-") as temporary:
             folder = Path(temporary)
-            if options.old:
-                both = beside_earlier(options.old, models, batch, folder, names, processor_time=processor_time)
-                with both as players:
-                    measured += contest(players, todo, model)
-                continue
             with contestants(models, batch, folder, names) as players:
                 for player in players if processor_time else ():
                     player.clock = processor_s
                 measured += contest(players, todo, model)
         clock = "processor time" if processor_time else "the clock"
         publish("speculation_speed", result(measured, load, clock))  # after each model: a run may be ended
-    if options.old:
-        columns, rows = earlier_code.table(measured)
-        write_rows("speculation_speed_earlier", columns, rows)
-        print("\nEarlier code\n", markdown(columns, rows), earlier_code.verdict(measured), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

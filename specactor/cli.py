@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Command = Callable[[list[str]], int]
-PROFILE_LIMIT_S = 300.0
 
 
 def doctor(argv: list[str]) -> int:
@@ -78,7 +77,7 @@ def profile(argv: list[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="specactor profile", add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--limit", type=_positive, default=PROFILE_LIMIT_S, metavar="SECONDS")
+    parser.add_argument("--limit", type=_positive, default=300.0, metavar="SECONDS")
     options, rest = parser.parse_known_args(argv)
     config = load_or_exit(rest, prog="specactor profile")
 

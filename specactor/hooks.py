@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specactor.config import Config
 from specactor.data.environment import Agent, Environment
@@ -21,41 +21,19 @@ if TYPE_CHECKING:
 __all__ = ["Advantage", "Agent", "AsyncReward", "DataSource", "Environment", "GroupFilter", "Loss", "Reward"]
 
 
-class Reward(Protocol):
-    """A ``verifier`` scores with any finite number; 1 is solved. Async ones are awaited together."""
-
-    def __call__(self, response: str, problem: Problem, /) -> float: ...
-
-
-class AsyncReward(Protocol):
-    def __call__(self, response: str, problem: Problem, /) -> Awaitable[float]: ...
-
-
-class DataSource(Protocol):
-    """``data.train`` or ``data.eval`` gives the same rows at every call."""
-
-    def __call__(self) -> Iterable[Mapping[str, object]]: ...
-
-
-class Advantage(Protocol):
-    """``algorithm.advantage`` keeps the shape of the rewards, group by group."""
-
-    def __call__(self, rewards: Sequence[Sequence[float]], /) -> Sequence[Sequence[float]]: ...
-
-
-class GroupFilter(Protocol):
-    """``algorithm.dynamic_sampling`` says whether to learn from a group."""
-
-    def __call__(self, group: ScoredGroup, /) -> bool: ...
-
-
-class Loss(Protocol):
-    """``algorithm.loss`` returns the loss of every token, [T], from its log-probabilities now and when it was
-    sampled."""
-
-    def __call__(self, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, /) -> Tensor: ...
-
-
+Reward = Callable[[str, Problem], float]
+"""A ``verifier`` (response, problem) scores with any finite number; 1 is solved."""
+AsyncReward = Callable[[str, Problem], Awaitable[float]]
+"""The same; those of a step are awaited together."""
+DataSource = Callable[[], Iterable[Mapping[str, object]]]
+"""``data.train`` or ``data.eval`` gives the same rows at every call."""
+Advantage = Callable[[Sequence[Sequence[float]]], Sequence[Sequence[float]]]
+"""``algorithm.advantage`` keeps the shape of the rewards, group by group."""
+GroupFilter = Callable[[ScoredGroup], bool]
+"""``algorithm.dynamic_sampling`` says whether to learn from a group."""
+Loss = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+"""``algorithm.loss`` returns the loss of every token, [T], from its log-probabilities now and when it was sampled, and
+its advantage."""
 ARGUMENTS = {
     "algorithm.advantage": "rewards",
     "algorithm.loss": "logprobs_T, old_logprobs_T, advantages_T",

@@ -19,7 +19,6 @@ from specactor.rollout.speculation.counters import Counts
 from specactor.trace import Recorder
 from specactor.types import Trajectory
 
-REDRAWS_PER_S = 4
 # Heading, metric, width and format of a step's line.
 COLUMNS: tuple[tuple[str, str, int, str], ...] = (
     ("reward", "reward/mean", 8, ".3f"),
@@ -69,9 +68,7 @@ class Progress:
         self._last_line: float | None = None
         self._live: Live | None = None
         if not quiet and self._console.is_terminal:
-            self._live = Live(
-                get_renderable=self._status, console=self._console, refresh_per_second=REDRAWS_PER_S, transient=True
-            )
+            self._live = Live(get_renderable=self._status, console=self._console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Progress:
         if self._live is not None:

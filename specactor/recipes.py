@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 Tree = TypeVar("Tree", bound="DataclassInstance")
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-QUIET_EXIT_S = 3.0
 IMPORTS = "imports.json"  # in the folder of a run: from where its own functions and classes are imported
 Scalar = str | int | float | bool
 # Names in other systems, and the field that is meant.
@@ -133,7 +132,7 @@ def load_or_exit(argv: Sequence[str], *, prog: str = "train_moe.py", quiet: bool
         return load(argv, prog=prog)
     except ConfigError as error:
         if quiet:
-            time.sleep(QUIET_EXIT_S)
+            time.sleep(3.0)  # rank 0 is still saying what is wrong
         else:
             print(f"error: {error}", file=sys.stderr, flush=True)
             tell_launcher(f"error: {error}")

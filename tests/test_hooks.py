@@ -283,7 +283,7 @@ def test_a_bad_hook_is_one_line(call: Any, message: str, tokenizer: PreTrainedTo
 
 
 def test_examples_and_ours_have_the_forms_that_are_documented() -> None:
-    """Checked by mypy: each name is assigned to its protocol."""
+    """Checked by mypy: each name is assigned to its type."""
     from examples import hooks as mine
     from specactor.trainer.advantages import group_advantages
 

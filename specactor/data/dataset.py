@@ -79,17 +79,6 @@ class Dataset(Sequence[Problem]):
         return hashlib.blake2b(msgspec.json.encode(self._problems, order="sorted"), digest_size=16).hexdigest()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Unchecked:
-    where: str
-    prompt: str = ""
-    answer: str = ""
-    verifier: str = ""
-    metadata: dict[str, object]
-    is_rendered: bool = False  # a chat template made the prompt: its marks are special tokens, and it is whole
-    reason: str = ""
-
-
 def build_dataset(source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> Dataset:
     """Check and tokenize all rows. Raises DataError with the number of bad ones and the first; ConfigError for an
     unknown task or parameter."""
@@ -142,43 +131,33 @@ def _report(name: str, bad: Sequence[str], num_bad: int, num_rows: int) -> str:
     return "\n  ".join([f"{name}: {num_bad} of {num_rows} rows are bad. Correct or remove them.", *bad, *more])
 
 
-def _task_rows(source: SourceConfig) -> Iterator[_Unchecked]:
+def _task_rows(source: SourceConfig) -> Iterator[Row]:
     from specactor.data import reasoning  # takes two seconds, and files do without it
 
     task = reasoning.create_task(source.task, source.params, size=source.size, seed=source.seed)
     for i in range(source.size):
         entry = task[i]
         prompt, reason = _prompt(source, entry["question"], entry["metadata"])
-        yield _Unchecked(
-            where=f"problem {i}",
-            prompt=prompt,
-            answer=entry["answer"] or "",  # some tasks have no single answer
-            verifier="reasoning-gym",
-            metadata={"task": source.task, "params": dict(source.params), "entry": entry},
-            reason=reason,
-        )
+        columns = {
+            "prompt": prompt,
+            "answer": entry["answer"] or "",  # some tasks have no single answer
+            "verifier": "reasoning-gym",
+            "task": source.task,
+            "params": dict(source.params),
+            "entry": entry,
+        }
+        yield Row(where=f"problem {i}", columns=columns, reason=reason)
 
 
-def _file_rows(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[_Unchecked]:
+def _file_rows(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Row]:
+    """Yield rows with the prompts that the model sees."""
     for row in called_rows(source.path) if ":" in source.path else read_rows(Path(source.path)):
-        metadata = _metadata(row)
-        reason = row.reason or _wrong_column(row)
-        prompt = ""
-        if not reason and "messages" in metadata:
-            prompt, reason = _of_messages(metadata["messages"], tokenizer, source.prompt_template)
+        reason, prompt = row.reason or _wrong_column(row), ""
+        if not reason and "messages" in row.columns:
+            prompt, reason = _of_messages(row.columns["messages"], tokenizer, source.prompt_template)
         elif not reason:
-            prompt, reason = _prompt(source, row.columns["prompt"], metadata)
-        if reason:
-            yield _Unchecked(where=row.where, metadata=metadata, reason=reason)
-            continue
-        yield _Unchecked(
-            where=row.where,
-            prompt=prompt,
-            answer=row.columns["answer"],
-            verifier=row.columns["verifier"],
-            metadata=metadata,
-            is_rendered="messages" in metadata,
-        )
+            prompt, reason = _prompt(source, row.columns["prompt"], _metadata(row))
+        yield replace(row, columns={} if reason else row.columns | {"prompt": prompt}, reason=reason)
 
 
 def _metadata(row: Row) -> dict[str, object]:
@@ -253,23 +232,20 @@ class _Text(str):
         return self.replace(" ", "") if spec == COMPACT else str(self)
 
 
-def _tokenize(rows: Sequence[_Unchecked], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
-    plain = ["" if row.reason or row.is_rendered or not _is_unicode(row.prompt) else row.prompt for row in rows]
+def _tokenize(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    prompts = ["" if row.reason or not _is_unicode(row.columns["prompt"]) else row.columns["prompt"] for row in rows]
+    # A chat template made the prompt of messages: its marks are special tokens, and it is whole.
+    is_rendered = ["messages" in row.columns for row in rows]
+    plain = ["" if rendered else prompt for rendered, prompt in zip(is_rendered, prompts, strict=True)]
     return [
-        chat.rendered_ids(tokenizer, row.prompt) if row.is_rendered and _is_unicode(row.prompt) else tuple(ids)
-        for row, ids in zip(rows, tokenizer(plain)["input_ids"], strict=True)
+        chat.rendered_ids(tokenizer, prompt) if rendered else tuple(ids)
+        for rendered, prompt, ids in zip(is_rendered, prompts, tokenizer(plain)["input_ids"], strict=True)
     ]
 
 
-def _problem(index: int, row: _Unchecked, prompt_ids: tuple[int, ...]) -> Problem:
-    return Problem(
-        index=index,
-        prompt=row.prompt,
-        prompt_ids=prompt_ids,
-        answer=row.answer,
-        verifier=row.verifier,
-        metadata=row.metadata,
-    )
+def _problem(index: int, row: Row, prompt_ids: tuple[int, ...]) -> Problem:
+    texts = {name: row.columns.get(name, "") for name in COLUMNS}
+    return Problem(index=index, prompt_ids=prompt_ids, metadata=_metadata(row), **texts)
 
 
 def _objection(problem: Problem, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> str:

@@ -218,7 +218,7 @@ def _show(options: PlanOptions, ranked: Sequence[RolloutPlan], console: Console)
         table.add_row(str(number), *_row(plan))
     console.print(table)
     for number, plan in enumerate(ranked, 1):
-        drafter = "" if plan.mode == "off" else f"{plan.draft.drafter}: "
+        drafter = "" if plan.mode == "off" else f"{plan.drafter}: "
         console.print(f"{number}  {drafter}{plan.reason}", highlight=False, soft_wrap=True)
 
 

@@ -25,15 +25,14 @@ from specactor.weights_sync.buckets import ELEMENT_BYTES as BYTES
 
 Phase = Literal["rollout", "train", "sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "train", "sync")
-GRADIENT_BYTES = 4  # float32 buffers (`trainer.optimizer.wrap`)
+GRADIENT_BYTES = BYTES["float32"]  # (`trainer.optimizer.wrap`)
 ADAM_BYTES = {"float32": 8, "bfloat16": 4, "host": 8}  # both moments, by train.optimizer_state
-MAIN_WEIGHT_BYTES = 4  # beside parameters that are not float32 themselves
+MAIN_WEIGHT_BYTES = BYTES["float32"]  # beside parameters that are not float32 themselves
 LOGIT_BYTES = 10  # of one logit of a micro-batch: in bfloat16, in float32 for the loss, and its gradient
 LAYER_BYTES = 34  # per token and channel of a layer, fused attention: arXiv 2205.05198, table 2
 DRAFT_ROWS = 512  # `rollout.sglang.gpu.MAX_ROWS`
 FLASH_TABLES = 4  # page tables of FlashAttention where it speculates, three of them for rounds of SGLang's own kinds
 DRAFT_BYTES = 12  # of a draft model's weight that learns, and its moments; a refresh has copies in host memory
-DRAFT_LOGIT_BYTES = 4  # of one of its micro-batch, whose place its gradient takes
 PART_LOGIT_BYTES = 24  # of each of the PART_LOGITS that its loss computes with at once
 OVERHEAD_BYTES = 3e9  # of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed
 MICRO_BATCH = "draft micro-batch"  # what it takes beyond the policy's
@@ -179,7 +178,7 @@ def _draft_microbatch(config: Config, draft: TransformerShape) -> float:
     layers = BYTES["float32"] * tokens * draft.layers * (norms + attention + mlp)
     if draft.reads:  # its attention keeps each pair of tokens, and a copy of that
         layers += 2 * BYTES["float32"] * draft.heads * tokens**2
-    logits = DRAFT_LOGIT_BYTES * tokens * draft.vocab
+    logits = BYTES["float32"] * tokens * draft.vocab  # whose place their gradients take
     return (HEAD_STEPS if draft.reads else 1) * (layers + logits) + min(PART_LOGIT_BYTES * PART_LOGITS, 6 * logits)
 
 

@@ -30,21 +30,6 @@ Mode = Literal["off", "coupled", "decoupled"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftPlan:
-    mode: Mode
-    drafter: str  # OFF for plain decoding
-    window: int  # draft tokens per verify; 0 for plain decoding
-
-    def __post_init__(self) -> None:
-        plain = (self.mode == OFF, self.drafter == OFF, self.window == 0)
-        assert self.window >= 0, self
-        assert len(set(plain)) == 1, f"a window of 0 goes with mode and drafter {OFF}: {self}"
-
-
-PLAIN = DraftPlan(mode="off", drafter=OFF, window=0)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Placement:
     engines: int
     devices_each: int
@@ -56,7 +41,9 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    draft: DraftPlan  # of every request, to begin with
+    mode: Mode  # with drafter and window that of every request, to begin with
+    drafter: str  # OFF for plain decoding
+    window: int  # draft tokens per verify; 0 for plain decoding
     verifiers: Placement
     drafters: Placement
     idle_devices: int
@@ -68,13 +55,10 @@ class RolloutPlan:
     speedup: float = 1.0  # over the fastest plan that does not speculate
     reason: str = ""
 
-    @property
-    def mode(self) -> Mode:
-        return self.draft.mode
-
-    @property
-    def window(self) -> int:
-        return self.draft.window
+    def __post_init__(self) -> None:
+        plain = (self.mode == OFF, self.drafter == OFF, self.window == 0)
+        assert self.window >= 0, self
+        assert len(set(plain)) == 1, f"a window of 0 goes with mode and drafter {OFF}: {self}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,12 +194,12 @@ def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
     assert 1 <= window <= len(survival), window
     assert pace.token_s > 0, pace
     assert pace.most >= 1, pace
-    chain = _Chain(survival, window, most=pace.most)
     low_s, high_s = 0.0, float("inf")
     round_s = pace.round_s.at(pace.requests, 1.0)
     for _ in range(MAX_ITERATIONS):
         afresh = max(0.0, round_s - pace.message_s) / pace.token_s
-        windows_K = chain.windows(round_s / pace.token_s, afresh)
+        drafted = round_s / pace.token_s
+        windows_K = there(survival, window, drafted=drafted, afresh=afresh, most=pace.most)
         found_s = _mean_round_s(pace, windows_K)
         if abs(found_s - round_s) <= SETTLED * round_s:
             break
@@ -231,53 +215,38 @@ def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
 
 
 def there(survival: Sequence[float], window: int, *, drafted: float, afresh: float, most: int) -> NDArray[np.float64]:
-    """Return [window + 1]: how often a round of `running` verifies so many tokens.
+    """Return [window + 1]: how often a round of `running` verifies so many tokens, by a Markov chain of what a request
+    has in stock: 0, 1, .., most tokens, or it is lost.
 
     Args:
         drafted: tokens per request and round.
         afresh: those after a commit that was not drafted.
         most: tokens ahead of a commit.
     """
-    return _Chain(survival, window, most=most).windows(drafted, afresh)
+    onward = survival[window] if len(survival) > window else _next(survival[:window])
+    goes_on_K = (*survival[:window], onward)  # P(k draft tokens and the one after them are right)
+    returns = survival[0]  # P(the first token is right | the last was not): as after any
+    lost = most + 1
+    moves_SS = np.zeros((most + 2, most + 2))
+    for stock in range(most + 1):
+        k = min(window, stock)
+        for tokens, share in _whole(drafted):
+            after = min(most, stock + tokens) - (k + 1)
+            moves_SS[stock, max(0, after)] += goes_on_K[k] * share
+        moves_SS[stock, lost] += 1.0 - goes_on_K[k]
+    moves_SS[lost, lost] += 1.0 - returns
+    for tokens, share in _begun(afresh):
+        moves_SS[lost, min(most, tokens) - 1 if tokens else lost] += returns * share
+    share_S = _stationary(moves_SS)
+    windows_K = np.zeros(window + 1)
+    np.add.at(windows_K, np.minimum(np.arange(most + 1), window), share_S[:-1])
+    windows_K[0] += share_S[-1]
+    return windows_K
 
 
 def _next(survival: Sequence[float]) -> float:
     last, before = survival[-1], survival[-2] if len(survival) > 1 else 1.0
     return last * last / before if before > 0 else 0.0
-
-
-class _Chain:
-    """Markov chain: 0, 1, .., most tokens in stock, then lost."""
-
-    def __init__(self, survival: Sequence[float], window: int, *, most: int) -> None:
-        onward = survival[window] if len(survival) > window else _next(survival[:window])
-        self._goes_on = (*survival[:window], onward)  # [K]: P(k draft tokens and the one after them are right)
-        self._returns = survival[0]  # P(the first token is right | the last was not): as after any
-        self._most = most
-
-    def windows(self, drafted: float, afresh: float) -> NDArray[np.float64]:
-        """Return [K]: P(a round verifies k tokens)."""
-        share_S = _stationary(self._moves(drafted, afresh))
-        window = len(self._goes_on) - 1
-        windows_K = np.zeros(window + 1)
-        np.add.at(windows_K, np.minimum(np.arange(self._most + 1), window), share_S[:-1])
-        windows_K[0] += share_S[-1]
-        return windows_K
-
-    def _moves(self, drafted: float, afresh: float) -> NDArray[np.float64]:
-        most, window = self._most, len(self._goes_on) - 1
-        lost = most + 1
-        moves_SS = np.zeros((most + 2, most + 2))
-        for stock in range(most + 1):
-            k = min(window, stock)
-            for tokens, share in _whole(drafted):
-                after = min(most, stock + tokens) - (k + 1)
-                moves_SS[stock, max(0, after)] += self._goes_on[k] * share
-            moves_SS[stock, lost] += 1.0 - self._goes_on[k]
-        moves_SS[lost, lost] += 1.0 - self._returns
-        for tokens, share in _begun(afresh):
-            moves_SS[lost, min(most, tokens) - 1 if tokens else lost] += self._returns * share
-        return moves_SS
 
 
 def _whole(tokens: float) -> tuple[tuple[int, float], ...]:

@@ -33,11 +33,9 @@ from specactor.parallel.layout import ModelShape
 from specactor.planning.profile_grid import (
     SEEN,
     Cell,
-    Check,
     beside,
     by_requests,
     cells,
-    checks,
     cost_table,
     without_waits,
 )
@@ -59,9 +57,7 @@ ROUNDS_PER_PASS = 6
 """Full rounds of every cell, at least, where drafts are wrong. The first is not counted: a draft model sees the prompts
 in it, and all else is done for the first time."""
 CALL_S = 60.0
-REPEATS = 8  # times that requests are generated for a drafter process, at most, for each number of them
 TOKENS = 64  # of a response then, at most. Its first ones are generated before the process has read the prompt
-PROCESS_SHARE = 0.5  # of the time for the engine, how much a drafter process may have
 
 
 def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -> Path:
@@ -81,11 +77,10 @@ def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -
         console.print("starting the engine" + (", and a drafter process" if drafter else ""))
         spec = _spec(config, model_dir, shape.max_position, Path(folder), drafter)
         with running(spec) as engine:
-            table, errors = _profile(config, engine, sizes, limit_s, console)
+            table = _profile(config, engine, sizes, limit_s, console)
             if drafter is not None:
-                table = _with_process(table, config, engine, drafter, sizes, limit_s * PROCESS_SHARE, console)
+                table = _with_process(table, config, engine, drafter, sizes, limit_s / 2, console)
     table.write(file)
-    _show(errors, console)
     console.print(f"Use it with --rollout.speculation.cost-table {file}", soft_wrap=True, highlight=False)
     return file
 
@@ -151,9 +146,7 @@ def _spec(config: Config, model_dir: Path, context: int, folder: Path, drafter: 
     )
 
 
-def _profile(
-    config: Config, engine: Engine, sizes: Sizes, limit_s: float, console: Console
-) -> tuple[CostTable, list[Check]]:
+def _profile(config: Config, engine: Engine, sizes: Sizes, limit_s: float, console: Console) -> CostTable:
     assert engine.ready is not None
     speculation = _profiled(config.rollout.speculation)
     chosen = cells(
@@ -167,13 +160,12 @@ def _profile(
     )
     with _bar(console, PASSES * len(chosen)) as advance:
         measured = measure(engine, config.rollout, chosen, sizes, limit_s=limit_s, on_cell=advance)
-    table = cost_table(
+    return cost_table(
         measured,
         model=config.model.path,
         device=f"{config.parallel.engine_tensor} x {gpus()[0].name if gpus() else f'core of {os.cpu_count()}'}",
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
-    return table, checks(measured, table)
 
 
 def _with_process(
@@ -202,20 +194,6 @@ def _bar(console: Console, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total)
         yield lambda done: progress.update(task, completed=done)
-
-
-def _show(errors: list[Check], console: Console) -> None:
-    if not errors:
-        return
-    worst = max(errors, key=lambda check: check.error)
-    who, where = worst.cell.drafter or "verification", worst.cell
-    console.print(
-        f"{len(errors)} kinds of rounds that the table does not have: median error "
-        f"{median(check.error for check in errors):.1%}, largest {worst.error:.1%} ({who}, {where.requests} requests, "
-        f"window {where.window}: predicted {1e3 * worst.predicted_s:.2f} ms, measured {1e3 * worst.measured_s:.2f} ms)",
-        soft_wrap=True,
-        highlight=False,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,7 +402,7 @@ def _drafted(
     _configure(engine, config, mode="decoupled", drafter=METHOD, window=config.speculation.max_window)
     tokens = min(TOKENS, sizes.longest_response(size, engine.ready.kv_tokens, config.speculation))
     turns: list[Point] = []
-    for _ in range(REPEATS):
+    for _ in range(8):  # at most: mostly fewer are enough
         engine.generate(requests_of(config, size, sizes, tokens))
         work = process.work(trace=False)
         turns += work.turns if work is not None else []

@@ -1,13 +1,13 @@
 """Which rounds to measure for a cost table, and the table. PURE.
 
-Invariants: no held-out cell, for the table's error, is on a grid; the table gives back every median.
+Invariant: the table gives back every median.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from statistics import fmean, median
 
 from specactor.errors import PlanError
@@ -24,7 +24,6 @@ class Cell:
     requests: int
     window: int  # 0: a plain step
     drafter: str = ""  # whose drafts are timed; empty: none's, but the verification
-    held_out: bool = False  # not for the table but for its error
 
     def predicted_s(self, table: CostTable) -> float:
         if self.drafter:
@@ -37,33 +36,17 @@ class Cell:
 Measured = Mapping[Cell, Sequence[float]]  # seconds of every round of a cell
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    cell: Cell
-    predicted_s: float
-    measured_s: float
-
-    @property
-    def error(self) -> float:
-        return abs(self.predicted_s / self.measured_s - 1)
-
-
 def cells(*, max_requests: int, max_window: int, drafters: Sequence[str]) -> list[Cell]:
-    """Return the grids' cells of verification and every drafter, and those held out."""
+    """Return the grids' cells of verification and every drafter."""
     assert min(max_requests, max_window) >= 1
     requests, windows = _doubled(max_requests), _doubled(max_window)
-    between, windows_between = _middles(requests)[::-2], _middles(windows) or [max_window]
     found = [Cell(requests=n, window=w) for w, n in product([0, *windows], requests)]
-    found += [Cell(requests=n, window=w, held_out=True) for w, n in product([0, *windows_between], between)]
-    for name in drafters:
-        found += [Cell(requests=n, window=w, drafter=name) for w, n in product(windows, requests)]
-        found += [Cell(requests=n, window=w, drafter=name, held_out=True) for w, n in product(windows_between, between)]
-    return found
+    return found + [Cell(requests=n, window=w, drafter=d) for d, w, n in product(drafters, windows, requests)]
 
 
 def cost_table(measured: Measured, *, model: str, device: str, date: str) -> CostTable:
     """Make the table. Raises PlanError for an unmeasured cell."""
-    medians = {cell: _median(cell, seconds) for cell, seconds in measured.items() if not cell.held_out}
+    medians = {cell: _median(cell, seconds) for cell, seconds in measured.items()}
     verifies = {cell: s for cell, s in medians.items() if not cell.drafter}
     plain = {cell: s for cell, s in verifies.items() if not cell.window}
     drafters = sorted({cell.drafter for cell in medians if cell.drafter})
@@ -77,14 +60,6 @@ def cost_table(measured: Measured, *, model: str, device: str, date: str) -> Cos
             name: _grid({cell: s for cell, s in medians.items() if cell.drafter == name}, first=0) for name in drafters
         },
     )
-
-
-def checks(measured: Measured, table: CostTable) -> list[Check]:
-    return [
-        Check(cell=cell, predicted_s=cell.predicted_s(table), measured_s=_median(cell, seconds))
-        for cell, seconds in measured.items()
-        if cell.held_out
-    ]
 
 
 def _grid(medians: Mapping[Cell, float], *, first: int) -> Grid:
@@ -111,10 +86,6 @@ def _median(cell: Cell, seconds: Sequence[float]) -> float:
 
 def _doubled(largest: int) -> list[int]:
     return sorted({1 << k for k in range(largest.bit_length())} | {largest})
-
-
-def _middles(axis: Sequence[int]) -> list[int]:
-    return [(a + b) // 2 for a, b in pairwise(axis) if b - a > 1]
 
 
 def by_requests(points: Iterable[Point]) -> Grid:

@@ -17,11 +17,10 @@ import numpy as np
 from specactor.config import Config
 from specactor.errors import PlanError
 from specactor.planning.plans import (
-    PLAIN,
     Cluster,
     DrafterEngine,
     DrafterOption,
-    DraftPlan,
+    Mode,
     Pace,
     Placement,
     RolloutPlan,
@@ -35,6 +34,7 @@ from specactor.rollout.decoupled.drafter_side import AHEAD
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import METHOD, CostTable, Grid
 from specactor.rollout.speculation.decoupled_rounds import ready
+from specactor.rollout.speculation.windows import OFF
 
 if TYPE_CHECKING:  # plans need no torch
     from specactor.parallel.collective import Collective
@@ -88,7 +88,9 @@ class _Verifying:
 
     def plan(
         self,
-        draft: DraftPlan,
+        mode: Mode,
+        drafter: str,
+        window: int,
         *,
         round_s: float,
         tokens: float,
@@ -98,7 +100,9 @@ class _Verifying:
         tokens_per_s = self.running * tokens / round_s
         assert isfinite(tokens_per_s)
         return RolloutPlan(
-            draft=draft,
+            mode=mode,
+            drafter=drafter,
+            window=window,
             verifiers=Placement(engines=self.engines, devices_each=self.option.devices),
             drafters=drafters,
             idle_devices=self.cluster.devices - self.engines * self.option.devices - drafters.devices,
@@ -115,7 +119,7 @@ def _off(cluster: Cluster, option: VerifierOption) -> RolloutPlan:
     of = _Verifying.of(cluster, option, cluster.devices // option.devices, option.requests())
     seconds = option.costs.plain_s(of.requests)
     reason = f"1 token per {1e3 * seconds:.2f} ms step of {of.requests} requests"
-    return of.plan(PLAIN, round_s=seconds, tokens=1.0, reason=reason)
+    return of.plan("off", OFF, 0, round_s=seconds, tokens=1.0, reason=reason)
 
 
 def _coupled(cluster: Cluster, option: VerifierOption, drafter: DrafterOption, window: int) -> RolloutPlan | None:
@@ -127,7 +131,9 @@ def _coupled(cluster: Cluster, option: VerifierOption, drafter: DrafterOption, w
     verify_s = option.costs.verify_s(of.requests, of.requests * (1 + window))
     draft_s = option.costs.draft_s(drafter.name, of.requests, window)
     return of.plan(
-        DraftPlan(mode="coupled", drafter=drafter.name, window=window),
+        "coupled",
+        drafter.name,
+        window,
         round_s=verify_s + draft_s,
         tokens=tokens,
         reason=f"{tokens:.2f} tokens per round of {1e3 * verify_s:.2f} ms verify + {1e3 * draft_s:.2f} ms draft",
@@ -180,7 +186,9 @@ def _pair(
     if tokens <= 1.0:
         return None
     return of.plan(
-        DraftPlan(mode="decoupled", drafter=drafter.name, window=window),
+        "decoupled",
+        drafter.name,
+        window,
         round_s=round_s,
         tokens=tokens,
         reason=f"{tokens:.2f} tokens per {1e3 * round_s:.2f} ms round {why}; windows in {share:.0%} of rounds, "
@@ -276,5 +284,5 @@ def _described(plan: RolloutPlan) -> str:
     if plan.mode == "off":
         return f"off on {plan.verifiers.engines} engines"
     beside = f" and {plan.drafters.engines} drafters" if plan.drafters.engines else ""
-    how = f"{plan.mode} {plan.draft.drafter}, window {plan.window}, on {plan.verifiers.engines} engines{beside}"
+    how = f"{plan.mode} {plan.drafter}, window {plan.window}, on {plan.verifiers.engines} engines{beside}"
     return f"{how}, {plan.speedup:.2f} times as fast as off"

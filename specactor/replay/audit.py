@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,25 +42,8 @@ FEWEST_TOKENS = 16
 """Least length of a part: shorter ones are not worth their prefill, and the time is saved up."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AuditReport:
-    responses: int = 0
-    tokens: int = 0
-    ties: int = 0  # responses that differ where two tokens score within rounding of each other
-    differences: int = 0  # other responses that differ
-    told: str = ""  # where the first of them does, and why
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """What is generated again of a response."""
-
-    response: Trajectory
-    place: float
-    """From 0, the response's beginning, to 1, its end."""
-
-    def start(self, tokens: int) -> int:
-        return int(self.place * max(0, len(self.response.token_ids) - tokens))
+Part = tuple[Trajectory, int]
+"""A response, and from which of its tokens on it is generated again."""
 
 
 class Audit:
@@ -87,24 +71,19 @@ class Audit:
         if tokens < FEWEST_TOKENS:
             return {}
         with self.progress.phase("audit"):
-            drawn = choose(groups, seed=self.config.seed, step=step, version=version)
+            drawn = choose(groups, tokens, seed=self.config.seed, step=step, version=version)
             own = {engine.index for engine in self.pool.engines}
-            wanted = [i for i, part in enumerate(drawn) if self._engine_of(part.response) in own]
-            come = fetch([part.response for part in drawn], wanted, ("prompt_ids", "token_ids", "logprobs"))
-            given = [replace(drawn[i], response=come[i].first_turn) for i in wanted]
+            wanted = [i for i, (response, _) in enumerate(drawn) if self._engine_of(response) in own]
+            come = fetch([response for response, _ in drawn], wanted, ("prompt_ids", "token_ids", "logprobs"))
+            given = [(come[i].first_turn, drawn[i][1]) for i in wanted]
             report = self.collective.together("audit", lambda: self._own(step, given, tokens))
-            reports = self.collective.gather(report, AuditReport)
-        count = sum(report.differences for report in reports)
-        if count:
-            first = next(report.told for report in reports if report.told)
+            reports = self.collective.gather(report, tuple[dict[str, int], str])
+        total = sum((Counter(counts) for counts, _ in reports), Counter())
+        if count := total["differences"]:
+            first = next(told for _, told in reports if told)
             who = f"{count} responses of step {step} differ when an engine generates them again without drafts"
             self._tell(step, f"{who}: {first}")
-        return {
-            "audit/responses": sum(report.responses for report in reports),
-            "audit/tokens": sum(report.tokens for report in reports),
-            "audit/ties": sum(report.ties for report in reports),
-            "audit/differences": count,
-        }
+        return {f"audit/{name}": total[name] for name in ("responses", "tokens", "ties", "differences")}
 
     def num_seeded(self, group: ScoredGroup, response: Trajectory) -> int:
         """Return how many first tokens the trainer checks: of an agent, those of its first turn."""
@@ -139,12 +118,13 @@ class Audit:
     def _engine_of(self, response: Trajectory) -> int:
         return (response.group_id + 1) % self.config.parallel.engines  # the one after its own
 
-    def _own(self, step: int, chosen: Sequence[Part], tokens: int) -> AuditReport:
-        """Generate again what the engines before this rank's generated."""
+    def _own(self, step: int, chosen: Sequence[Part], tokens: int) -> tuple[dict[str, int], str]:
+        """Generate again what the engines before this rank's generated. Return counts, by the names of `metrics.AUDIT`,
+        and where and why the first response differs."""
         began = time.perf_counter()
-        report = AuditReport()
+        counts, first = Counter[str](), ""
         for engine in self.pool.engines:
-            given = [part for part in chosen if self._engine_of(part.response) == engine.index]
+            given = [part for part in chosen if self._engine_of(part[0]) == engine.index]
             if not given or not engine.alive:
                 continue
             try:
@@ -157,22 +137,20 @@ class Audit:
             # A cause shows in how many differ, so it is looked for in all of them together.
             others = [pair for pair, tie in zip(pairs, is_tie, strict=True) if not tie]
             found = self._compare(step, others, tokens)
-            told = f"{found.where}: {found.cause}. {'; '.join(found.evidence)}" if found is not None else ""
-            report = AuditReport(
-                responses=report.responses + len(given),
-                tokens=report.tokens + sum(len(t.token_ids) - part.start(tokens) for part, t in pairs),
-                ties=report.ties + sum(is_tie),
-                differences=report.differences + sum(f is not None for f in findings) - sum(is_tie),
-                told=report.told or told,
-            )
+            if found is not None and not first:
+                first = f"{found.where}: {found.cause}. {'; '.join(found.evidence)}"
+            counts["responses"] += len(given)
+            counts["tokens"] += sum(len(t.token_ids) - start for (_, start), t in pairs)
+            counts["ties"] += sum(is_tie)
+            counts["differences"] += sum(f is not None for f in findings) - sum(is_tie)
         seconds = time.perf_counter() - began
         self._saved_s -= seconds
-        if report.responses:
+        if counts["responses"]:
             self._token_s = seconds / tokens
-        return report
+        return dict(counts), first
 
     def _request(self, part: Part, tokens: int) -> RolloutRequest:
-        response, start = part.response, part.start(tokens)
+        response, start = part
         sampling = sampling_of(self.config.rollout)
         request = RolloutRequest(
             request_id=f"audit.{response.request_id}",
@@ -194,8 +172,7 @@ class Audit:
     def _compare(self, step: int, pairs: Sequence[tuple[Part, Trajectory]], tokens: int) -> Finding | None:
         ours: list[SampleRecord] = []
         theirs: list[SampleRecord] = []
-        for part, again in pairs:
-            response, start = part.response, part.start(tokens)
+        for (response, start), again in pairs:
             end = start + tokens  # what is before the part is equal: it was given
             begun, logprobs = response.token_ids[:end], response.logprobs[:end]
             if start or not self._has_same_bits:  # a prefill's keys, and other kernels', differ a little: tokens alone
@@ -218,8 +195,8 @@ class Audit:
         self.progress.note(message)
 
 
-def choose(groups: Sequence[ScoredGroup], *, seed: int, step: int, version: int) -> list[Part]:
-    """Draw some responses that one policy sampled whole, without branches."""
+def choose(groups: Sequence[ScoredGroup], tokens: int, *, seed: int, step: int, version: int) -> list[Part]:
+    """Draw so many tokens of some responses that one policy sampled whole, without branches."""
     whole = [t for g in groups for t in g.trajectories if [s.version for s in t.spans] == [version]]
     drawing, context = random.Random(f"audit {seed} {step}"), 0
     parts: list[Part] = []
@@ -229,7 +206,8 @@ def choose(groups: Sequence[ScoredGroup], *, seed: int, step: int, version: int)
             break
         # Beginnings must have equal log-probabilities, too; but few of a response's first tokens were drafted.
         place = drawing.random() if i % 2 else 0.0
-        parts.append(Part(response=replace(response, branches=()), place=place))
+        start = int(place * max(0, response.first_turn_len - tokens))
+        parts.append((replace(response, branches=()), start))
     return parts
 
 

@@ -108,7 +108,7 @@ def figures(of: Run) -> dict[str, Any]:
     return {
         "plan": {
             "mode": plan.mode,
-            "drafter": plan.draft.drafter,
+            "drafter": plan.drafter,
             "window": plan.window,
             "verifiers": [plan.verifiers.engines, plan.verifiers.devices_each],
             "drafters": [plan.drafters.engines, plan.drafters.devices_each],

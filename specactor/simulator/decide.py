@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from specactor.errors import PlanError
-from specactor.planning.plans import PLAIN, Candidates, Cluster, DraftPlan, Mode, RolloutPlan, VerifierOption
+from specactor.planning.plans import Candidates, Cluster, Mode, RolloutPlan, VerifierOption
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import OnlineCosts
@@ -46,7 +46,7 @@ def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
     if policy.mode != "auto" or policy.placement:
         plans = [plan for plan in plans if plan.mode == (policy.placement or policy.mode)]
     if policy.drafter and policy.mode in ("coupled", "decoupled"):
-        plans = [plan for plan in plans if plan.draft.drafter == policy.drafter]
+        plans = [plan for plan in plans if plan.drafter == policy.drafter]
     if not plans:
         wanted = " ".join(word for word in (policy.mode, policy.placement, policy.drafter) if word)
         raise PlanError(
@@ -55,7 +55,7 @@ def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
         )
     plan = plans[0]
     if policy.mode == "coupled" and policy.window:
-        plan = replace(plan, draft=replace(plan.draft, window=min(policy.window, policy.max_window)))
+        plan = replace(plan, window=min(policy.window, policy.max_window))
     return plan
 
 
@@ -84,7 +84,7 @@ class Decider:
         self.plan, self.policy, self.believed, self.remote = plan, policy, believed, remote
         self.costs = OnlineCosts(believed.costs)
         self.local = tuple(sorted(believed.costs.drafters))
-        names = {*self.local, *([plan.draft.drafter] if plan.draft.window else [])}
+        names = {*self.local, *([plan.drafter] if plan.window else [])}
         self.acceptance: dict[str, AcceptanceModel] = {}
         for name in sorted(names):
             self.model(name)
@@ -106,11 +106,11 @@ class Decider:
     def decide(self, sequences: Sequence[DraftSequence], served: float) -> Decision:
         requests = len(sequences)
         if not self.adapts:
-            plan = self.plan.draft
+            plan = self.plan
             if self.remote is not None and plan.mode == "decoupled":
                 choice = self._ahead(sequences, replace(self.remote, served=max(served, 1.0, requests)))
                 plan = replace(plan, window=choice.windows[0])
-            return _same(plan, requests)
+            return _same(plan.mode, plan.drafter, plan.window, requests)
         caps = [self.policy.max_window] * requests
         options = {
             name: Option(
@@ -127,11 +127,11 @@ class Decider:
         self._current = chosen.drafter
         if not any(chosen.windows):
             factor = self.costs.correction.factor(NO_DRAFTER)
-            return replace(_same(PLAIN, requests), predicted_s=self.costs.plain_s(requests) / factor)
+            return replace(_same("off", NO_DRAFTER, 0, requests), predicted_s=self.costs.plain_s(requests) / factor)
         uncorrected_s = chosen.round_s / options[chosen.drafter].factor
         window_B = np.array(chosen.windows, np.int64)
         if chosen.drafter == AHEAD:
-            mode_B, drafter = np.where(window_B > 0, DECOUPLED, OFF), self.plan.draft.drafter
+            mode_B, drafter = np.where(window_B > 0, DECOUPLED, OFF), self.plan.drafter
         else:
             mode_B, drafter = np.where(window_B > 0, COUPLED, OFF), chosen.drafter
         return Decision(drafter=drafter, modes=mode_B, windows=window_B, kind=chosen.drafter, predicted_s=uncorrected_s)
@@ -142,13 +142,11 @@ class Decider:
 
     def _ahead(self, sequences: Sequence[DraftSequence], remote: Remote) -> Choice:
         """Choose one bound for all requests on what a round takes of what is there."""
-        name, table, requests = self.plan.draft.drafter, self.believed.costs, len(sequences)
+        name, table, requests = self.plan.drafter, self.believed.costs, len(sequences)
         survival_BW = self.acceptance[name].survivals([s.request_id for s in sequences], covered=False)
         mode_B = np.full(requests, DECOUPLED)
         found = [
-            round_of(
-                survival_BW, mode_B, np.full(requests, window), table=table, drafter=name, remote=remote, waits=False
-            )
+            round_of(survival_BW, mode_B, np.full(requests, window), table=table, drafter=name, remote=remote)
             for window in range(1, self.policy.max_window + 1)
         ]
         best = max(range(len(found)), key=lambda i: float(found[i].tokens.sum()) / found[i].seconds)
@@ -177,9 +175,9 @@ class Decider:
             model.forget(request_id)
 
 
-def _same(plan: DraftPlan, requests: int) -> Decision:
+def _same(mode: Mode, drafter: str, window: int, requests: int) -> Decision:
     return Decision(
-        drafter=plan.drafter,
-        modes=np.full(requests, MODES.index(plan.mode)),
-        windows=np.full(requests, plan.window, np.int64),
+        drafter=drafter,
+        modes=np.full(requests, MODES.index(mode)),
+        windows=np.full(requests, window, np.int64),
     )

@@ -70,7 +70,7 @@ class Engine:
 
     def _take(self, new: Ints) -> None:
         """Let new requests do what most do, the first what was planned."""
-        plan, of = self.decider.plan.draft, self.decision
+        plan, of = self.decider.plan, self.decision
         mode, window = MODES.index(plan.mode), plan.window
         if len(self.running):
             i = int(of.windows.argsort(kind="stable")[len(self.running) // 2])

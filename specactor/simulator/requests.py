@@ -1,8 +1,8 @@
 """What is true in a simulation: requests, how easy each is to draft, rounds, and progress. PURE.
 
-Invariants: a prompt's requests are neighbours; a round emits at least one token per request; better survivals emit no
-less. A request gains mean tokens per round, and stays as many standard deviations off its mean as it drew at first: so
-the last of many ends as late as when every token is drawn.
+Invariants: a prompt's requests are neighbours; a round emits at least one token per request; with drafts of the
+verifier's own devices better survivals emit no less. A request gains mean tokens per round, and stays as many standard
+deviations off its mean as it drew at first: so the last of many ends as late as when every token is drawn.
 
 Shapes: N requests; of a round B requests, W positions.
 """
@@ -53,21 +53,17 @@ class Lengths:
 class Method:
     rate: float  # P(its first draft token is accepted) of the median request, at the start, freshly trained
     decay: float = 0.98  # from one position of a draft to the next, given that all before were accepted
-    by_position: tuple[float, ...] = ()  # counted P(accepted at j | those before), in place of `rate` and `decay`
     spread: float = 0.5  # standard deviation among requests of the log-odds of being accepted
     drift: float = 0.0  # share of the acceptance that is lost per 1,000 tokens of a response
     staleness: float = 0.0  # share of the acceptance lost per policy version since the refresh
 
     def __post_init__(self) -> None:
-        shares = (self.rate, self.decay, self.drift, self.staleness, *self.by_position)
+        shares = (self.rate, self.decay, self.drift, self.staleness)
         if not all(0 <= share <= 1 for share in shares) or self.spread < 0:
             raise PlanError(f"method: got {self}, expected shares in 0..1 and a spread >= 0.")
 
     def positions(self, window: int) -> Floats:
         """Return [window] acceptances of the median request, fresh."""
-        if self.by_position:
-            last = len(self.by_position) - 1
-            return np.array([self.by_position[min(j, last)] for j in range(window)])
         return self.rate * self.decay ** np.arange(window, dtype=np.float64)
 
     def survival(self, window: int) -> tuple[float, ...]:
@@ -178,34 +174,27 @@ def round_of(
     remote: Remote | None = None,
     beside: Beside | None = None,
     alike: float = 0.5,
-    waits: bool = True,
     host_s: float = 0.0,
 ) -> Round:
     """Return a round that verifies `drafter`'s tokens, and has `host_s` between its passes.
 
-    On the verifier's devices a request has its window in every round. By `remote` a round that `waits` lasts until
-    windows are there, and accepts j tokens or more with probability ready * survival_j; one that does not
-    takes what is there (`there`), as real engines do.
+    On the verifier's devices a request has its window in every round; of what `remote` drafts a round takes what is
+    there (`there`), as real engines do.
     """
     requests, width = survival_BW.shape
     offered_BW = survival_BW * (np.arange(1, width + 1) <= window_B[:, None])
     drafted_B = window_B.astype(np.float64)
     ahead_B = mode_B == DECOUPLED
-    elsewhere_s, draft_s = 0.0, 0.0
+    draft_s = 0.0
     here_B = (mode_B == COUPLED) & (window_B > 0)
     if here_B.any():
         draft_s = table.draft_s(drafter, int(here_B.sum()), int(window_B[here_B].max()))
-    if ahead_B.any() and remote is not None and not waits:
+    if ahead_B.any():
+        assert remote is not None
         share_BW = _shares_there(survival_BW, window_B, ahead_B, table=table, remote=remote, more_s=draft_s + host_s)
         offered_BW *= share_BW
         drafted_B = np.where(ahead_B, share_BW.sum(axis=1), drafted_B)
-    elif ahead_B.any():
-        share_B = np.where(ahead_B, ready(survival_BW)[np.arange(requests), np.maximum(window_B, 1) - 1], 1.0)
-        offered_BW *= share_B[:, None]
-        drafted_B = share_B * window_B
-        if remote is not None:
-            elsewhere_s = remote.window_s(int(window_B[ahead_B].max()), float(1.0 - share_B[ahead_B].mean()))
-    seconds = max(_verify_s(table, requests, drafted_B) + host_s, elsewhere_s) + draft_s
+    seconds = _verify_s(table, requests, drafted_B) + host_s + draft_s
     most_B = window_B.astype(np.float64)
     if beside is not None:
         # Nobody waits for its windows: they come in as many rounds as there is time for.
@@ -214,7 +203,7 @@ def round_of(
         offered_BW = combined(np.stack([offered_BW, more_BW]), alike=alike)
         drafted_B = drafted_B + share_B * beside.window
         most_B = np.maximum(most_B, beside.window)
-        seconds = max(_verify_s(table, requests, drafted_B) + host_s, elsewhere_s) + draft_s
+        seconds = _verify_s(table, requests, drafted_B) + host_s + draft_s
     accepted_B, variance_B = _accepted(offered_BW)
     return Round(seconds=seconds, tokens=1.0 + accepted_B, drafted=drafted_B, variance=variance_B, most=1.0 + most_B)
 

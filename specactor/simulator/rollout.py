@@ -110,7 +110,7 @@ class Rollout:
         self.remote = self._remote()
         self.engines = self._engines(option)
         # a plan that drafts on the verifiers' devices keeps memory for its drafter.
-        own = options.drafter(plan.draft.drafter) if plan.mode == "coupled" else None
+        own = options.drafter(plan.drafter) if plan.mode == "coupled" else None
         self.room = option.requests(own.footprint) if own else option.requests()
         self.dry: dict[int, bool] = {}  # engines without requests -> whether they are free to draft
         self.helpers: set[int] = set()
@@ -125,7 +125,7 @@ class Rollout:
     def _remote(self) -> Remote | None:
         if not self.plan.drafters.engines:
             return None
-        drafter, devices = self.options.drafter(self.plan.draft.drafter), self.plan.drafters.devices_each
+        drafter, devices = self.options.drafter(self.plan.drafter), self.plan.drafters.devices_each
         assert drafter is not None
         seconds = next(e.seconds for e in drafter.engines if e.devices == devices)
         return Remote(seconds=seconds, served=1.0, message_s=self.cluster.message_s)
@@ -241,7 +241,6 @@ class Rollout:
             remote=remote,
             beside=self._beside(engine),
             alike=self.world.alike,
-            waits=False,
             host_s=self.world.host_s,
         )
         engine.set_round(replace(found, seconds=found.seconds * engine.slow))

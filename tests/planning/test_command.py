@@ -28,9 +28,9 @@ def test_plans_are_ranked(capsys: pytest.CaptureFixture[str]) -> None:
     found = ranked(capsys, *SMALL)
     speeds = [plan["tokens_per_s"] for plan in found]
     assert speeds == sorted(speeds, reverse=True)  # type: ignore[type-var]
-    assert {plan["draft"]["mode"] for plan in found} == {"off", "coupled", "decoupled"}  # type: ignore[index]
+    assert {plan["mode"] for plan in found} == {"off", "coupled", "decoupled"}  # type: ignore[index]
     assert len(ranked(capsys, *SMALL, "--top", "2")) == 2
-    assert ranked(capsys, *SMALL, "--acceptance", "0")[0]["draft"] == {"mode": "off", "drafter": "off", "window": 0}
+    assert ranked(capsys, *SMALL, "--acceptance", "0")[0]["mode"] == "off"
 
 
 def test_engines_are_of_sizes_that_a_run_accepts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +69,7 @@ def test_a_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     words = ["--model", str(tmp_path), *SMALL[2:]]
     folder = ranked(capsys, *words, "--drafters", "Qwen2.5-0.5B")
     assert folder == ranked(capsys, *SMALL)
-    assert {plan["draft"]["mode"] for plan in ranked(capsys, *words)} == {"off"}, "no drafter is known for it"  # type: ignore[index]
+    assert {plan["mode"] for plan in ranked(capsys, *words)} == {"off"}, "no drafter is known for it"  # type: ignore[index]
 
 
 @pytest.fixture
@@ -94,16 +94,15 @@ def measured(tmp_path: Path) -> Path:
 def test_a_measured_table_takes_the_place_of_figures(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--cost-table", str(measured), "--devices", "4", "--requests", "16"]
     found = ranked(capsys, *words, "--acceptance", "suffix=0.2", "model=0.9")
-    drafts = [plan["draft"] for plan in found]
-    assert {(d["mode"], d["drafter"]) for d in drafts} == {  # type: ignore[index]
+    assert {(plan["mode"], plan["drafter"]) for plan in found} == {
         ("off", "off"),
         ("coupled", "suffix"),
         ("coupled", "model"),
         ("decoupled", "model"),
     }
-    assert found[0]["draft"]["drafter"] == "model"  # type: ignore[index]
+    assert found[0]["drafter"] == "model"  # type: ignore[index]
     only = ranked(capsys, *words, "--drafters", "suffix")
-    assert {plan["draft"]["drafter"] for plan in only} == {"off", "suffix"}  # type: ignore[index]
+    assert {plan["drafter"] for plan in only} == {"off", "suffix"}  # type: ignore[index]
     pairs = ranked(capsys, *words, "--engine-devices", "2")
     assert all(plan["verifiers"]["devices_each"] == 2 for plan in pairs)  # type: ignore[index]
 
@@ -121,10 +120,10 @@ def test_a_measured_drafter_process_is_what_drafts_elsewhere(
         file.write_text(replace(table, process=ProcessCosts(token_s=token, ahead_s=ahead)).to_json())
         words = ["--cost-table", str(file), "--devices", "2", "--requests", "4"]
         found = ranked(capsys, *words, "--acceptance", "suffix=0.2", "model=0.5", "decoupled=0.9")
-        return [plan for plan in found if plan["draft"]["mode"] == "decoupled"]  # type: ignore[index]
+        return [plan for plan in found if plan["mode"] == "decoupled"]  # type: ignore[index]
 
     [quick], [slow], [dear] = elsewhere(1e-4, 1e-5), elsewhere(0.02, 1e-5), elsewhere(1e-4, 0.01)
-    assert quick["draft"]["drafter"] == "decoupled"  # type: ignore[index]
+    assert quick["drafter"] == "decoupled"  # type: ignore[index]
     assert "tokens are drafted" in str(quick["reason"])
     assert quick["tokens_per_s"] > 1.2 * slow["tokens_per_s"]  # type: ignore[operator]
     assert slow["round_s"] < 5 * 0.02, "of five tokens and an exchange, if it were waited for"  # type: ignore[operator]
@@ -132,7 +131,7 @@ def test_a_measured_drafter_process_is_what_drafts_elsewhere(
     found = ranked(
         capsys, "--cost-table", str(tmp_path / "with_process.json"), "--drafters", "decoupled", "--devices", "2"
     )
-    assert {plan["draft"]["mode"] for plan in found} == {"off", "decoupled"}  # type: ignore[index]
+    assert {plan["mode"] for plan in found} == {"off", "decoupled"}  # type: ignore[index]
 
 
 def test_acceptance_by_drafter() -> None:

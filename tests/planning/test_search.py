@@ -15,11 +15,9 @@ from benchmarks.paper_algorithms import PaperCosts
 from benchmarks.paper_algorithms import plan as algorithm_1
 from specactor.errors import PlanError
 from specactor.planning.plans import (
-    PLAIN,
     Cluster,
     DrafterEngine,
     DrafterOption,
-    DraftPlan,
     Footprint,
     Pace,
     RolloutPlan,
@@ -111,7 +109,7 @@ def test_without_acceptance_the_answer_is_off(case: Case) -> None:
     hopeless = replace(option, survival=(0.0,) * (W + 1))
     found = search(cluster, verifiers, [hopeless], max_window=W)
     assert [plan.mode for plan in found] == ["off"] * len(verifiers)
-    assert found[0].draft == PLAIN
+    assert (found[0].mode, found[0].window) == ("off", 0)
     assert found[0].speedup == 1.0
 
 
@@ -173,7 +171,7 @@ def test_decoupled_by_hand() -> None:
     cluster = Cluster(devices=2, requests=4, message_s=0.001)
     found = search(cluster, [verifier()], [drafter(0.5, drafting(0.02, 0.0))], max_window=1)
     plan = next(plan for plan in found if plan.mode == "decoupled")
-    assert plan.draft == DraftPlan(mode="decoupled", drafter="small", window=1)
+    assert (plan.mode, plan.drafter, plan.window) == ("decoupled", "small", 1)
     assert (plan.verifiers.engines, plan.drafters.engines) == (1, 1)
     assert (plan.round_s, plan.tokens_per_round) == pytest.approx((0.041, 1.2))
     assert found[0].mode == "off", "2 verifiers, no drafter"
@@ -293,7 +291,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(PlanError, match="survival: got"):
         DrafterOption(name="x", survival=(0.5, 0.9))
     with pytest.raises(AssertionError, match="a window of 0 goes with mode and drafter off"):
-        DraftPlan(mode="coupled", drafter="x", window=0)
+        replace(search(Cluster(devices=1, requests=1), [verifier()])[0], mode="coupled")
     assert Footprint(weights_bytes=1.0, request_bytes=0.0) is not None
     assert VerifierOption(devices=1, costs=verifier().costs, capacity_bytes=inf).requests() is None
 

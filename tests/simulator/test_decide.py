@@ -106,10 +106,10 @@ def test_a_drafter_elsewhere_is_reconfigured() -> None:
     one = decider(ahead=True, p=0.9)
     for name in one.local:
         teach(one, name, 0)
-    teach(one, one.plan.draft.drafter, W)
-    one.acceptance["small" if one.plan.draft.drafter == "large" else "large"].new_version(1.0)
+    teach(one, one.plan.drafter, W)
+    one.acceptance["small" if one.plan.drafter == "large" else "large"].new_version(1.0)
     found = decide(one)
-    assert found.kind in (AHEAD, one.plan.draft.drafter)
+    assert found.kind in (AHEAD, one.plan.drafter)
     assert found.windows.max() == W
 
 
@@ -118,9 +118,9 @@ def test_a_drafter_elsewhere_offers_all_requests_one_window() -> None:
     one = decider(ahead=True, p=0.9)
     for name in one.local:
         one.fits = {name: 0 for name in one.local}
-    teach(one, one.plan.draft.drafter, 2)
+    teach(one, one.plan.drafter, 2)
     for _ in range(400):  # every other request is nearly always right
-        saw(one, one.plan.draft.drafter, SEQUENCES[::2], W)
+        saw(one, one.plan.drafter, SEQUENCES[::2], W)
     found = decide(one)
     assert found.kind == AHEAD
     assert len(set(found.windows.tolist())) == 1
@@ -149,14 +149,14 @@ def test_rounds_that_take_longer_than_predicted_are_believed() -> None:
 @pytest.mark.parametrize("mode", ["off", "coupled", "decoupled"])
 def test_other_modes_keep_the_plan(mode: str) -> None:
     one = decider(mode=mode)
-    teach(one, one.plan.draft.drafter, 0) if mode != "off" else None
+    teach(one, one.plan.drafter, 0) if mode != "off" else None
     found = decide(one)
     assert np.unique(found.windows).tolist() == [one.plan.window]
-    assert found.drafter == one.plan.draft.drafter
+    assert found.drafter == one.plan.drafter
 
 
 def test_a_fixed_window_is_kept() -> None:
     of = requests()
     plan = placed(cluster(of), candidates(), Policy(mode="coupled", drafter="small", window=1, max_window=W))
-    assert (plan.draft.drafter, plan.window) == ("small", 1)
+    assert (plan.drafter, plan.window) == ("small", 1)
     assert placed(cluster(of), candidates(), Policy(placement="decoupled")).mode == "decoupled"

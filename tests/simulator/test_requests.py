@@ -43,8 +43,6 @@ def test_survival_by_hand() -> None:
     found = survivals(method, np.array([1.0, 3.0]), np.array([0.0, 1000.0]), window=2, age=0)
     assert found[0] == pytest.approx((0.5, 0.2))
     assert found[1, 0] == pytest.approx(0.75 * 0.9), "odds 3 x 1"
-    logged = Method(rate=0.0, by_position=(0.9, 0.5), spread=0.0)
-    assert logged.survival(3) == pytest.approx((0.9, 0.45, 0.225)), "the last position goes on"
 
 
 @given(st.floats(0.05, 0.95), st.integers(0, 5), st.floats(0, 5000), st.floats(0.2, 5))

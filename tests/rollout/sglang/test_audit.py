@@ -143,10 +143,10 @@ def test_an_audit_takes_its_share_of_the_time(engine: Engine) -> None:
 
 def test_responses_are_drawn_by_the_seed_and_of_one_policy(engine: Engine) -> None:
     own = generated(engine, "right")
-    chosen = [part.response.request_id for part in choose(own, seed=1, step=2, version=0)]
-    assert chosen == [part.response.request_id for part in choose(own, seed=1, step=2, version=0)]
-    assert chosen != [part.response.request_id for part in choose(own, seed=1, step=3, version=0)]
-    assert choose(own, seed=1, step=2, version=5) == []
+    chosen = [response.request_id for response, _ in choose(own, 16, seed=1, step=2, version=0)]
+    assert chosen == [response.request_id for response, _ in choose(own, 16, seed=1, step=2, version=0)]
+    assert chosen != [response.request_id for response, _ in choose(own, 16, seed=1, step=3, version=0)]
+    assert choose(own, 16, seed=1, step=2, version=5) == []
 
 
 def trained(scored: int, unpicked: int) -> Any:
