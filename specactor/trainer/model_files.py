@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from specactor.errors import CheckpointError
+from specactor.parallel.collective import Collective
 from specactor.trainer import optimizer as optimizers
 
 _LOAD_ERRORS = (
@@ -87,7 +88,6 @@ def _write_in_process(
 
 
 filesystem_async.FileSystemWriterAsync.prepare_write_data = _plan_file
-filesystem_async.FileSystemWriterAsync.preload_tensors = staticmethod(lambda buckets, non_blocking: buckets)
 filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_in_process)
 
 
@@ -117,7 +117,13 @@ def save(chunks: list[Any], optimizer: Any, folder: Path) -> None:
     """Write into the empty folder. Collective; raises CheckpointError."""
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     try:
-        dist_checkpointing.save(_sharded(chunks, optimizer, loading=False), str(folder), strategy)
+        state = _sharded(chunks, optimizer, loading=False)
+        request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
+        write = request.async_fn or (lambda *_: None)  # a rank may have nothing to write
+        # With heartbeats: those that have written wait for a slow disk no longer than a group's timeout in Megatron.
+        Collective().together("checkpoint", lambda: write(*request.async_fn_args))
+        for finalize in request.finalize_fns:
+            finalize()
     except (CheckpointException, CheckpointingException, OSError, RuntimeError) as error:
         raise CheckpointError(
             f"{folder}: could not be written: {error}. Free disk space, or save elsewhere."
