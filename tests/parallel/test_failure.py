@@ -92,13 +92,14 @@ spec.loader.exec_module(train_moe)
 train_moe.die_with_launcher = lambda: None  # there is none
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
+from specactor.cpu import megatron
+megatron.install()
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from specactor import run
+from specactor import recipes, run
 from specactor.errors import DataError
 from specactor.parallel import failure, meeting
 from specactor.rollout import warm_starter
-from specactor import recipes
 
 def init(*_, **__):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
