@@ -79,19 +79,24 @@ def main() -> int:
     from specactor.cpu import megatron
 
     megatron.install()  # before megatron.core is imported; does nothing where there is a GPU
+    from specactor.parallel.collective import end_in_groups
     from specactor.parallel.failure import failure_guard, launcher_store
     from specactor.parallel.meeting import HostWatch, meet
     from specactor.recipes import to_json
 
     head, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    with starter, failure_guard(rank, launcher_store(head, port)) as failures:
-        meeting = meet(head, port, rank=rank, world=world, config=to_json(config))
-        failures.use(meeting.open_store())
-        with HostWatch(meeting, rank, failures.on_silent, failures.on_reported):
-            from specactor.run import run
+    try:
+        with starter, failure_guard(rank, launcher_store(head, port)) as failures:
+            meeting = meet(head, port, rank=rank, world=world, config=to_json(config))
+            failures.use(meeting.open_store())
+            with HostWatch(meeting, rank, failures.on_silent, failures.on_reported):
+                from specactor.run import run
 
-            store = meeting.open_store()
-            run(config, rank=rank, local_rank=local_rank, world=world, head=head, failures=failures, store=store)
+                store = meeting.open_store()
+                run(config, rank=rank, local_rank=local_rank, world=world, head=head, failures=failures, store=store)
+    except SystemExit as failed:
+        end_in_groups(int(failed.code or 0))
+        raise
     return 0
 
 

@@ -21,7 +21,7 @@ from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.device_memory import DeviceMemory
 from specactor.errors import ConfigError, PlanError
 from specactor.metrics import Tracker, read_metrics, rss_bytes
-from specactor.parallel.collective import Collective, destroy_groups, init_groups
+from specactor.parallel.collective import Collective, destroy_groups, ends_with_peers, init_groups
 from specactor.parallel.devices import gpu_uuid, gpus, return_unused
 from specactor.parallel.failure import Failures, Member
 from specactor.parallel.layout import (
@@ -83,7 +83,7 @@ def run(
     layout = _checked(config, world)
     device = init_groups(layout, config.parallel, seed=config.seed, local_rank=local_rank, store=store)
     with ExitStack() as stack:
-        stack.callback(destroy_groups)
+        stack.push(_leave_groups)
         collective = Collective()
         gpu = gpu_uuid(device.index) if device.type == "cuda" else ""
         members = collective.gather(Member.here(local_rank, gpu=gpu), Member)
@@ -113,6 +113,13 @@ def run(
         _train(actor, folder, tracker)
         if note_phase is not None:
             note_phase("done", actor.steps_done)
+
+
+def _leave_groups(error: type[BaseException] | None, *_: object) -> None:
+    """Leave all groups; after an error not those that other ranks, maybe in the middle of a collective, must leave too:
+    it would be reported after half an hour."""
+    if error is None or not ends_with_peers():
+        destroy_groups()
 
 
 def enter_folder(config: Config, folder: RunFolder, owner: RunOwner, collective: Collective) -> Path | None:

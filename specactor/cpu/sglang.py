@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SHIMS = Path(__file__).parent / "shims"
+OF_TRAINER: set[str] = set()
+"""Variables that a trainer has set in this process for itself. An engine that replaces another would have them, and
+those that were started before the trainer was made would not."""
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "RANK", "WORLD_SIZE")
 
 
@@ -31,7 +34,8 @@ def environment(cores: Sequence[int | str] = ()) -> dict[str, str]:
 def process_environment(devices: Sequence[int | str]) -> dict[str, str]:
     """Return the whole environment of an engine's process, GPU or not."""
     # What torchrun tells its ranks is left out: an engine is a world of its own.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN_PREFIXES)}
+    others = {name: value for name, value in os.environ.items() if name not in OF_TRAINER}
+    kept = {name: value for name, value in others.items() if not name.startswith(_TORCHRUN_PREFIXES)}
     if has_gpu():
         return {**kept, **gpu_environment(devices), "SGLANG_PLUGINS": "specactor"}
     return {**kept, **environment(devices)}

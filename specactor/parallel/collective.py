@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -107,6 +108,19 @@ def destroy_groups(*, keep_process_group: bool = False) -> None:
     parallel_state.destroy_model_parallel()
     if not keep_process_group and dist.is_initialized():
         leave()
+
+
+def ends_with_peers() -> bool:
+    """Return whether this process is in groups that it leaves only together with other ranks: NCCL's."""
+    return dist.is_initialized() and dist.get_backend() != "gloo"
+
+
+def end_in_groups(code: int) -> None:
+    """End this process at once if it is still in such groups, since their destructors would wait as well."""
+    if ends_with_peers():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 class Collective:

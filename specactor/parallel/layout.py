@@ -189,6 +189,12 @@ def _check_experts(config: Config, shape: ModelShape) -> None:
         f"parallel.tensor = {p.tensor} when parallel.expert = 1",
         f"Use --parallel.expert-tensor {p.tensor}, or --parallel.expert > 1.",
     )
+    rule(
+        "parallel.expert_tensor",
+        p.expert_tensor == 1 or p.tensor > 1,  # mbridge merges no shards of experts where it knows of no others
+        "1 when parallel.tensor = 1",
+        "Use --parallel.expert-tensor 1 with a larger --parallel.expert, or --parallel.tensor > 1.",
+    )
 
 
 def _check_sizes(config: Config, shape: ModelShape) -> None:

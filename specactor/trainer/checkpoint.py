@@ -89,7 +89,7 @@ def write(
         _on_all(collective, failed, lambda: (folder / _CRITIC).mkdir(exist_ok=True))
         model_files.save(trainer.critic.chunks, trainer.critic.optimizer, folder / _CRITIC)
     beside(folder)
-    _on_all(collective, failed, lambda: _save_rng(folder))
+    _on_all(collective, failed, lambda: _save_rng(folder, trainer.device))
     files = _on_all(collective, failed, lambda: _digests(folder, fsync=True))
     digests = {name: digest for part in collective.gather(files, dict[str, str]) for name, digest in part.items()}
 
@@ -128,7 +128,7 @@ def load(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
     if trainer.critic is not None:
         model_files.load(trainer.critic.chunks, trainer.critic.optimizer, path / _CRITIC)
     if about["layout"] == asdict(trainer.layout):  # else they do not fit; nothing in the policy draws from them
-        _on_all(collective, f"{path}: could not be loaded", lambda: _load_rng(path))
+        _on_all(collective, f"{path}: could not be loaded", lambda: _load_rng(path, trainer.device))
     return dict(about["state"])
 
 
@@ -269,24 +269,24 @@ def _check_files(files: dict[str, str], path: Path) -> None:
             raise CheckpointError(f"{file}: {what}. The checkpoint is damaged: use an earlier one.")
 
 
-def _save_rng(folder: Path) -> None:
+def _save_rng(folder: Path, device: torch.device) -> None:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     states = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":  # by name: this thread's own device is the host's first
+        states["cuda"] = torch.cuda.get_rng_state(device)
     states |= {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     states = {name: state.cpu().clone() for name, state in states.items()}
     save_file(states, folder / f"rng-{dist.get_rank():05d}.safetensors")
 
 
-def _load_rng(folder: Path) -> None:
+def _load_rng(folder: Path, device: torch.device) -> None:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     states = load_file(folder / f"rng-{dist.get_rank():05d}.safetensors")
     torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
     tracked = {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")}
     get_cuda_rng_tracker().set_states(tracked)
 

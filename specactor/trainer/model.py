@@ -23,6 +23,7 @@ from torch import Tensor
 from specactor.config import TrainConfig
 from specactor.config.rules import require
 from specactor.cpu import megatron as cpu_platform
+from specactor.cpu.sglang import OF_TRAINER
 from specactor.data.tokenizer import register_mimo
 from specactor.errors import ConfigError
 from specactor.parallel.layout import experts_in
@@ -159,16 +160,22 @@ def build(model_dir: Path, *, dtype: str, train: TrainConfig, scalar: bool = Fal
 
 
 def settle_arithmetic(dtype: str, *, deterministic: bool) -> None:
-    """Choose how this process multiplies and sums (in float32 without TF32), before the first kernel. What the user has
-    set stays."""
+    """Choose how this process, without its engines, multiplies and sums (in float32 without TF32), before the first
+    kernel. What the user has set stays."""
     if dtype == "float32":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         # With TF32, which TransformerEngine asks for in spite of these, engine and trainer could not agree to 1e-4.
-        os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+        _set_variable("NVIDIA_TF32_OVERRIDE", "0")
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         for name, value in DETERMINISTIC.items():
-            os.environ.setdefault(name, value)
+            _set_variable(name, value)
+
+
+def _set_variable(name: str, value: str) -> None:
+    if name not in os.environ:
+        os.environ[name] = value
+        OF_TRAINER.add(name)
 
 
 def read_hf_config(model_dir: Path) -> Any:

@@ -29,8 +29,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from specactor.errors import CheckpointError
+from specactor.parallel.collective import Collective
 from specactor.trainer import optimizer as optimizers
 
 _LOAD_ERRORS = (
@@ -45,13 +47,32 @@ _LOAD_ERRORS = (
 )
 
 
+def _plan_file(writer: Any, plan: Any, planner: Any) -> None:
+    """Plan the rank's one file."""
+    # Upstream copies here whatever is on a GPU or a part of a larger tensor: all of the gathered optimizer once more.
+    name = f"{plan.storage_data.prefix}0{filesystem_async.DEFAULT_SUFFIX}"
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for item in plan.items:
+        parts[item.type != WriteItemType.BYTE_IO].append((item, planner.resolve_data(item)))
+    file = os.path.join(writer.checkpoint_dir, name)
+    writer.write_buckets = [(file, name, parts)] if plan.items else []
+    writer.results_queue = queue.Queue() if plan.items else None
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return it in host memory, alone in its storage, all of which is written."""
+    own = tensor.detach().cpu()
+    return own if own.untyped_storage().nbytes() == own.nbytes else own.clone()
+
+
 def _write_in_process(
     transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]
 ) -> None:
-    """Write the files of ``write_preloaded_data_multiproc`` in this process."""
+    """Write the files of ``write_preloaded_data_multiproc`` in this process, each tensor copied when it is its turn."""
     # Upstream's forked processes and manager outlive the save, and a killed trainer.
     written: dict[int, Any] = {}
-    for index, bucket in enumerate(buckets):
+    for index, (file, name, (of_bytes, tensors)) in enumerate(buckets):
+        bucket = (file, name, (of_bytes, ((item, _own(tensor)) for item, tensor in tensors)))
         done: queue.Queue[Any] = queue.Queue()
         count: queue.Queue[int] = queue.Queue()
         count.put(index)
@@ -66,8 +87,8 @@ def _write_in_process(
     results.put(written)
 
 
+filesystem_async.FileSystemWriterAsync.prepare_write_data = _plan_file
 filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_in_process)
-filesystem_async._get_write_results_queue = queue.Queue
 
 
 def _metadata() -> dict[str, Any]:
@@ -96,7 +117,13 @@ def save(chunks: list[Any], optimizer: Any, folder: Path) -> None:
     """Write into the empty folder. Collective; raises CheckpointError."""
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     try:
-        dist_checkpointing.save(_sharded(chunks, optimizer, loading=False), str(folder), strategy)
+        state = _sharded(chunks, optimizer, loading=False)
+        request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
+        write = request.async_fn or (lambda *_: None)  # a rank may have nothing to write
+        # With heartbeats: those that have written wait for a slow disk no longer than a group's timeout in Megatron.
+        Collective().together("checkpoint", lambda: write(*request.async_fn_args))
+        for finalize in request.finalize_fns:
+            finalize()
     except (CheckpointException, CheckpointingException, OSError, RuntimeError) as error:
         raise CheckpointError(
             f"{folder}: could not be written: {error}. Free disk space, or save elsewhere."

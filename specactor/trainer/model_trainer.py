@@ -46,6 +46,8 @@ class ModelTrainer:
         gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         self.chunks = optimizer.wrap(built)
+        # Megatron's wrapper would copy all logits, whose type is changed for rows that are learned from alone.
+        self._wrapper = {"fp32_output": False} if config.model.dtype == "bfloat16" else {}
         self.shared_parameters = share(self.chunks)
         self.optimizer = optimizer.make(self.chunks, built, config.train, config.model.dtype)
         self._host_copies = HostCopies()
@@ -109,7 +111,11 @@ class ModelTrainer:
             batch = next(batches)
             replayed = self._replay.forward(batch.experts_TX) if self._replay is not None else nullcontext()
             with replayed, watch(batch):
-                output = chunk(batch.tokens_1T, batch.positions_1T, None, packed_seq_params=batch.packed)
+                output = chunk(
+                    *(batch.tokens_1T, batch.positions_1T, None),
+                    packed_seq_params=batch.packed,
+                    **self._wrapper,
+                )
             return output, partial(reduced, batch)
 
         iterators = [iter(batches) for _ in self.chunks]

@@ -56,6 +56,17 @@ def test_an_engine_does_not_inherit_the_trainers_world(monkeypatch: pytest.Monke
     )
 
 
+def test_an_engine_that_replaces_another_has_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what a trainer, which was made between them, has set for its own arithmetic."""
+    for name in ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(name, "x")
+    before = cpu.process_environment([0])
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.setattr(cpu, "OF_TRAINER", {"NVIDIA_TF32_OVERRIDE"})
+    assert cpu.process_environment([0]) == before
+    assert before["NCCL_ALGO"] == "x"  # the user's
+
+
 @pytest.mark.skipif(cpu.has_gpu(), reason="this machine has a GPU")
 def test_without_a_gpu_the_engine_is_a_cpu_engine() -> None:
     assert cpu.process_environment([0])["SGLANG_USE_CPU_ENGINE"] == "1"

@@ -17,6 +17,8 @@ from specactor.errors import EngineError, PeerFailedError
 from specactor.parallel import failure
 from specactor.parallel.failure import Member, failure_guard
 
+TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train_moe.py"
+
 
 class Tickets:
     """A store in memory."""
@@ -76,6 +78,62 @@ rank, store = int(os.environ["RANK"]), launcher_store(os.environ["MASTER_ADDR"],
 with failure_guard(rank, store):
     raise PeerFailedError("rank 1 failed") if rank == 0 else DataError("verifier v: problem 7")
 """
+
+
+NCCL = """
+import importlib.util, os, sys, time
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+spec = importlib.util.spec_from_file_location("train_moe", sys.argv[1])
+train_moe = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(train_moe)
+train_moe.die_with_launcher = lambda: None  # there is none
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+from specactor.cpu import megatron
+megatron.install()
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from specactor import recipes, run
+from specactor.errors import DataError
+from specactor.parallel import failure, meeting
+from specactor.rollout import warm_starter
+
+def init(*_, **__):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    return SimpleNamespace(type="cpu")
+
+def fail():
+    raise DataError("problem 7")
+
+class Waits:
+    def __del__(self, sleep=time.sleep):
+        sleep(600)
+
+dist.destroy_process_group = lambda *_: time.sleep(600)
+dist.distributed_c10d.as_a_group_that_is_destroyed_at_the_end = Waits()
+config = SimpleNamespace(parallel=None, seed=0)
+nothing = lambda *_, **__: nullcontext()
+with (
+    mock.patch.multiple(run, _checked=lambda *_: None, init_groups=init, Collective=fail),
+    mock.patch.multiple(meeting, meet=lambda *_, **__: SimpleNamespace(open_store=lambda: None), HostWatch=nothing),
+    mock.patch.multiple(recipes, load_or_exit=lambda *_, **__: config, to_json=lambda _: {}),
+    mock.patch.object(failure, "launcher_store", lambda *_: None),
+    mock.patch.object(warm_starter, "WarmStarter", nothing),
+):
+    sys.exit(train_moe.main())
+"""
+
+
+def test_a_rank_that_fails_waits_for_no_other_to_leave_its_groups(tmp_path: Path) -> None:
+    """NCCL ends a communicator when all of its ranks do, and those may be in the middle of a collective. "fake" stands
+    for it: its end, and a destructor when the process ends, wait for ten minutes."""
+    (tmp_path / "script.py").write_text(NCCL)
+    command = [sys.executable, str(tmp_path / "script.py"), str(TRAIN)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "specactor: rank 0: DataError: problem 7")
 
 
 def test_torchruns_own_report_ends_with_ours(tmp_path: Path) -> None:

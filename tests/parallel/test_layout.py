@@ -97,6 +97,13 @@ def test_layouts_that_work(world: int, parallel: dict[str, int], data: int) -> N
         ),
         (
             4,
+            {"expert": 2, "expert_tensor": 2},
+            MOE,
+            "parallel.expert_tensor: got 2, expected 1 when parallel.tensor = 1. "
+            "Use --parallel.expert-tensor 1 with a larger --parallel.expert, or --parallel.tensor > 1.",
+        ),
+        (
+            4,
             {"tensor": 4, "expert_tensor": 4},
             MOE,
             "parallel.tensor: got 4, expected a divisor of 4 heads and 2 key-value heads. "

@@ -20,6 +20,7 @@ cpu_platform.install()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from specactor.cpu.sglang import process_environment  # noqa: E402
 from specactor.parallel.collective import destroy_groups, init_groups  # noqa: E402
 from specactor.parallel.layout import Layout  # noqa: E402
 from specactor.trainer import checkpoint, model_files  # noqa: E402
@@ -59,6 +60,7 @@ def arithmetic() -> dict[str, Any]:
         "torch": torch.are_deterministic_algorithms_enabled(),
         "tf32": [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
         **{name: os.environ.get(name, "") for name in (*DETERMINISTIC, "NVIDIA_TF32_OVERRIDE")},
+        "of engines": sorted({*DETERMINISTIC, "NVIDIA_TF32_OVERRIDE"} & process_environment([0]).keys()),
     }
 
 
@@ -71,13 +73,22 @@ def main(model_dir: str, folder: Path) -> None:
     init_groups(layout, config.parallel, seed=0, local_rank=0)
     trainer = PolicyTrainer(config, layout, Path(model_dir))
     before = handed_over(trainer.policy)
+    learn, types = trainer._objective, set()
+
+    def watched(batch: Any, logits_1TV: torch.Tensor) -> Any:
+        types.add(str(logits_1TV.dtype))
+        return learn(batch, logits_1TV)
+
+    trainer._objective = watched  # type: ignore[assignment]
     loss = trainer.train_step(cases.sequences(), learning_rate=1e-2).loss
     after, whole = handed_over(trainer.policy), bits(trainer.policy.named_weights())
     saved = folder / "checkpoints"
     checkpoint.write(trainer, saved, 1, {"steps_done": 1})()
     again = trainer.train_step(cases.sequences(1), learning_rate=1e-2).loss
+    logits, learned = sorted(types), handed_over(trainer.policy)
     checkpoint.load(trainer, saved / "step-000001")
     restored = handed_over(trainer.policy)
+    trainer._wrapper = {}
     repeated = trainer.train_step(cases.sequences(1), learning_rate=1e-2).loss
     result = {
         "wrapper": type(trainer.policy.chunks[0]).__name__,
@@ -86,6 +97,9 @@ def main(model_dir: str, folder: Path) -> None:
         "changed": before != after and set(before) == set(after),
         "shards_are_the_model": after == whole,
         "restored": restored == after,
+        "logits": logits,
+        "copied logits": sorted(types - {*logits}),
+        "learned as from copied logits": handed_over(trainer.policy) == learned,
         "in_shared_memory": RankShards(trainer.policy, trainer.shared_parameters).held(0) is not None,
         "losses": [loss, again, repeated],
         "gathers_on_the_host": gathers_on_the_host(),

@@ -28,6 +28,9 @@ def test_a_wrapped_model_is_trained_saved_and_handed_over(tmp_path: Path) -> Non
     first, again, repeated = found["losses"]
     assert math.isfinite(first)
     assert again == repeated
+    # The wrapper makes a copy in float32 of all logits, which takes two thirds of what they do, and changes no bit.
+    assert (found["logits"], found["copied logits"]) == (["torch.bfloat16"], ["torch.float32"])
+    assert found["learned as from copied logits"]
     assert found["gathers_on_the_host"]  # a GPU would hold the whole optimizer beside live engines
     # All of it ran in the deterministic modes; what libraries read of the environment is there before a GPU is used.
     settled = found["deterministic"]
@@ -35,6 +38,7 @@ def test_a_wrapped_model_is_trained_saved_and_handed_over(tmp_path: Path) -> Non
     assert settled["megatron"]
     ours = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
     assert settled.items() >= (ours | {"NVIDIA_TF32_OVERRIDE": ""}).items()
+    assert settled["of engines"] == []
     assert found["the user's"]["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     assert found["the user's"]["tf32"] == [True, True]
     assert found["float32"]["tf32"] == [False, False]

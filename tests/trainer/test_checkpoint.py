@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from specactor.errors import CheckpointError
 from specactor.trainer import checkpoint
@@ -20,6 +23,22 @@ def test_resumed_training_is_identical_to_the_last_bit(two_ranks: dict[str, Any]
     assert result["resumed"] == result["undisturbed"]
     assert result["resumed"][0]["loss"] != result["resumed"][1]["loss"]
     assert result["same_random_numbers"]
+
+
+def test_a_rank_keeps_the_random_state_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By its number: it is saved by a thread, to which CUDA gives the host's first GPU."""
+    own, seen = torch.device("cuda", 3), list[object]()
+    tracker = SimpleNamespace(get_states=dict, set_states=lambda states: None)
+    random = SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
+    monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", random)
+    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    state = torch.zeros(4, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="the thread's": seen.append(device) or state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device="the thread's": seen.append(device))
+    checkpoint._save_rng(tmp_path, own)
+    checkpoint._load_rng(tmp_path, own)
+    assert seen == [own, own]
 
 
 @pytest.mark.parametrize("name", SAVED)
