@@ -225,7 +225,8 @@ class DistillationConfig:
 
     refresh: float = 0.0
     """How long the draft model learns after an RL step, as a share of the step's time, for example 0.03; 0: it does not
-    learn. Above 1, or inf, where max_updates alone bounds it."""
+    learn. An update that has begun is finished, and taken off the next refreshes. Above 1, or inf, where max_updates
+    alone bounds it."""
     max_updates: int = 0
     """Optimizer updates of one refresh at most; 0: as many as fit its time. With a number that always fits (say with
     refresh inf), the draft model's weights are reproducible."""
