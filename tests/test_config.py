@@ -258,8 +258,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "--train.routing-replay maybe",
-        "train.routing_replay: got 'maybe', expected one of off, r2, r3. Its meaning: "
-        "train_moe.py quickstart_plain --help",
+        "train.routing_replay: got 'maybe', expected one of off, r3. Its meaning: train_moe.py quickstart_plain --help",
     ),
     (
         "--algorithm.correction.bounds 0 0.5",

@@ -164,9 +164,8 @@ class TrainConfig:
     """Activation recomputation."""
     deterministic: bool = False
     """Equal bits in every repetition on GPUs: Megatron's and PyTorch's deterministic modes, which are slower."""
-    routing_replay: Literal["off", "r2", "r3"] = "off"
-    """Mixtures of experts. r3: the policy's passes take the experts that the engine chose for each token; r2: its
-    updates take those of the pass before them that gave the old log-probabilities (with updates_per_step > 1)."""
+    routing_replay: Literal["off", "r3"] = "off"
+    """Mixtures of experts. r3: the policy's passes take the experts that the engine chose for each token."""
     max_logprob_gap: float | None = None
     """Largest |engine - trainer| log-probability of a sampled token before the run stops; None: 1e-4 in float32, inf in
     bfloat16, where none holds. Of a mixture, between whose experts rounding decides, one token in a hundred may be
@@ -178,12 +177,6 @@ class TrainConfig:
         rule("learning_rate", self.learning_rate > 0, "> 0", "Use for example 1e-6.")
         rule("warmup_steps", self.warmup_steps >= 0, ">= 0", "Use 0 for none.")
         rule("updates_per_step", self.updates_per_step >= 1, ">= 1", "Use 1.")
-        rule(
-            "routing_replay",
-            self.routing_replay != "r2" or self.updates_per_step > 1,
-            "off or r3 with train.updates_per_step = 1",
-            "No pass comes before the only update: its own experts are those of the old log-probabilities.",
-        )
         rule("weight_decay", self.weight_decay >= 0, ">= 0", "Use 0 for none.")
         rule(
             "adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "in [0, 1) each", "Use for example 0.9 0.95."
@@ -232,14 +225,15 @@ class DistillationConfig:
 
     refresh: float = 0.0
     """How long the draft model learns after an RL step, as a share of the step's time, for example 0.03; 0: it does not
-    learn. Above 1, or inf, where max_updates alone bounds it."""
+    learn. An update that has begun is finished, and taken off the next refreshes. Above 1, or inf, where max_updates
+    alone bounds it."""
     max_updates: int = 0
     """Optimizer updates of one refresh at most; 0: as many as fit its time. With a number that always fits (say with
     refresh inf), the draft model's weights are reproducible."""
     tokens_per_update: int = 8192
     """Of an optimizer update, all ranks together."""
     learning_rate: float = 1e-3
-    """Of AdamW, after the warm-up; lower where time allows only smaller updates than `tokens_per_update`."""
+    """Of AdamW, after the warm-up."""
     zero: Literal["off", "1", "2", "3", "1_offload", "2_offload", "3_offload"] = "off"
     """off: PyTorch's DistributedDataParallel; else DeepSpeed ZeRO of that stage, with _offload its optimizer's state
     in host memory."""

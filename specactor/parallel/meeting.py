@@ -51,14 +51,6 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     nonce: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    problem: str
-    hosts: tuple[str, ...]  # each rank's
-    machines: tuple[str, ...]
-    addresses: tuple[str, ...]
-    nonces: tuple[str, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
     """All ranks of one start of the job."""
@@ -80,20 +72,24 @@ def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, ob
         settings=flat(config) | {KEY: repr(mark(job_key()))},
     )
     store = _connected(head, port)
-    token, verdict = _hold(store, own, world) if rank == 0 else _join(store, own, rank)
-    if verdict.problem:
-        raise ConfigError(verdict.problem)
-    if len(set(verdict.machines)) > 1 and INTERFACE not in os.environ:
-        address = own_address([head, *verdict.addresses])
-        os.environ[INTERFACE] = interface_of(address)
+    token, problem, ranks = _hold(store, own, world) if rank == 0 else _join(store, own, rank)
+    if problem:
+        raise ConfigError(problem)
+    machines = tuple(each.machine for each in ranks)
+    if len(set(machines)) > 1 and INTERFACE not in os.environ:
+        os.environ[INTERFACE] = interface_of(own_address([head, *(each.address for each in ranks)]))
 
     def open_store() -> Store:
         return PrefixStore(token, _connected(head, port))
 
-    return Meeting(open_store=open_store, hosts=verdict.hosts, machines=verdict.machines)
+    return Meeting(open_store=open_store, hosts=tuple(each.host for each in ranks), machines=machines)
 
 
-def _hold(store: Store, own: Greeting, world: int) -> tuple[str, Verdict]:
+_Verdict = tuple[str, list[Greeting]]
+"""Rank 0's: how ranks differ, and all greetings, without settings."""
+
+
+def _hold(store: Store, own: Greeting, world: int) -> tuple[str, str, list[Greeting]]:
     # a name that nobody had before: the others may read that of an earlier start first
     token = uuid.uuid4().hex
     store.set(_TOKEN, token)
@@ -109,18 +105,13 @@ def _hold(store: Store, own: Greeting, world: int) -> tuple[str, Verdict]:
                 "The log of its host says why: it may not have started, or not reach this one.",
             ) from None
         greetings.append(msgspec.json.decode(store.get(f"{token}/{other}"), type=Greeting))
-    verdict = Verdict(
-        problem=difference(greetings),
-        hosts=tuple(greeting.host for greeting in greetings),
-        machines=tuple(greeting.machine for greeting in greetings),
-        addresses=tuple(greeting.address for greeting in greetings),
-        nonces=tuple(greeting.nonce for greeting in greetings),
-    )
-    store.set(f"{token}/verdict", msgspec.json.encode(verdict).decode())
-    return token, verdict
+    problem = difference(greetings)
+    ranks = [msgspec.structs.replace(greeting, settings={}) for greeting in greetings]
+    store.set(f"{token}/verdict", msgspec.json.encode((problem, ranks)).decode())
+    return token, problem, ranks
 
 
-def _join(store: Store, own: Greeting, rank: int) -> tuple[str, Verdict]:
+def _join(store: Store, own: Greeting, rank: int) -> tuple[str, str, list[Greeting]]:
     """Answer until a verdict, maybe after an earlier start's, names this process."""
     store.set_timeout(timedelta(seconds=MEET_S))
     deadline = time.monotonic() + 2 * MEET_S
@@ -129,9 +120,9 @@ def _join(store: Store, own: Greeting, rank: int) -> tuple[str, Verdict]:
             token = store.get(_TOKEN).decode()
             store.set(f"{token}/{rank}", msgspec.json.encode(own).decode())
             store.wait([f"{token}/verdict"], timedelta(seconds=_ASK_AGAIN_S))
-            verdict = msgspec.json.decode(store.get(f"{token}/verdict"), type=Verdict)
-            if own.nonce in verdict.nonces:
-                return token, verdict
+            problem, ranks = msgspec.json.decode(store.get(f"{token}/verdict"), type=_Verdict)
+            if own.nonce in {each.nonce for each in ranks}:
+                return token, problem, ranks
             time.sleep(_ASK_AGAIN_S)
         except DistStoreError:  # it was not there in time: another start may have begun meanwhile
             continue

@@ -148,15 +148,12 @@ def _checkpoints(root: Path) -> list[Path]:
 
 
 def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
-    from specactor.trainer import optimizer  # Megatron, which who only looks for checkpoints does without
-
     hf, engine, dtype = trainer.policy.bridge.hf_config, trainer.config.rollout.engine, trainer.config.model.dtype
     experts = experts_in(hf.to_dict()) or None
     return {
         "layout": asdict(trainer.layout),
         "virtual_pipeline": trainer.config.parallel.virtual_pipeline,
         "model": {name: getattr(hf, name, None) for name in _MODEL_FIELDS} | {"num_experts": experts, "dtype": dtype},
-        "distributed_optimizer": optimizer.DISTRIBUTED,
         "optimizer_state": trainer.config.train.optimizer_state,
         "critic": trainer.critic is not None,
         "attention": engine.attention,
@@ -201,37 +198,38 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
             f"experts' optimizer state apart only if parallel.expert > 1. Layouts with --parallel.expert {can} would "
             "work, with any tensor, pipeline, context and data parallelism."
         )
-    if saved["distributed_optimizer"] != now["distributed_optimizer"]:
-        raise CheckpointError(
-            f"{path}: was saved with distributed_optimizer = {saved['distributed_optimizer']}, expected "
-            f"{now['distributed_optimizer']}. Use the version that wrote it."
-        )
-    before = saved["optimizer_state"]
-    if before != now["optimizer_state"]:
-        raise CheckpointError(
-            f"{path}: was saved with train.optimizer_state = {before}, expected {now['optimizer_state']}: the updates "
-            "would be those of two optimizers, since each rounds differently. Go on with the one it was saved with, or "
-            "train its exported model in a new run."
-        )
     if now["critic"] and not saved["critic"]:
         raise CheckpointError(
             f"{path}: was saved without a critic, expected one with algorithm.advantage = gae. Go on with the "
             "advantage it was saved with, or train its exported model in a new run."
         )
-    kept = saved["attention"]
-    if kept != now["attention"]:
-        raise CheckpointError(
-            f"{path}: was saved with {kept or 'no attention backend'} in rollout.engine.extra_args, expected "
-            f"{now['attention'] or 'none'}: the tokens would be those of two runs, since attention backends "
-            "round differently. Go on with the one it was saved with, or train its exported model in a new run."
-        )
-    device = saved["device"]
-    if device != now["device"]:
-        raise CheckpointError(
-            f"{path}: was saved on device {device}, expected {now['device']}: the tokens would be those of two runs, "
-            "since each rounds differently. Go on where it was saved, on CPUs or on GPUs, or train its exported model "
-            "in a new run."
-        )
+    for name, before, expected, why in (
+        (
+            "optimizer_state",
+            f"with train.optimizer_state = {saved['optimizer_state']}",
+            now["optimizer_state"],
+            "the updates would be those of two optimizers, since each rounds differently. Go on with the one it was "
+            "saved with",
+        ),
+        (
+            "attention",
+            f"with {saved['attention'] or 'no attention backend'} in rollout.engine.extra_args",
+            now["attention"] or "none",
+            "the tokens would be those of two runs, since attention backends round differently. Go on with the one it "
+            "was saved with",
+        ),
+        (
+            "device",
+            f"on device {saved['device']}",
+            now["device"],
+            "the tokens would be those of two runs, since each rounds differently. Go on where it was saved, on CPUs "
+            "or on GPUs",
+        ),
+    ):
+        if saved[name] != now[name]:
+            raise CheckpointError(
+                f"{path}: was saved {before}, expected {expected}: {why}, or train its exported model in a new run."
+            )
 
 
 def _share(names: list[str]) -> list[str]:

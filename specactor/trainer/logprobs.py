@@ -1,7 +1,7 @@
 """Log-probabilities and entropies over a vocabulary that is sharded over ranks. The backward pass overwrites the one
 (T, V) buffer, so a second one is an error of autograd.
 
-Shapes: T tokens; V entries of the vocabulary on this rank (rank r holds ids r*V .. (r+1)*V - 1).
+Shapes: T tokens; K top-k; V entries of the vocabulary on this rank (rank r holds ids r*V .. (r+1)*V - 1).
 """
 
 from __future__ import annotations
@@ -93,3 +93,40 @@ def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.Process
     if group is not None and tensor.numel() > 0:
         dist.all_reduce(tensor, op, group=group)
     return tensor
+
+
+@torch.no_grad()
+def vocab_parallel_top_k(
+    logits_TV: Tensor, k: int, *, temperature: float, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Return (ids [T, K] int64, log-probabilities [T, K] float32) of softmax(logits / temperature), best first, on
+    every rank of `group` (None: this one holds all), K <= `k`."""
+    if group is not None and dist.get_world_size(group) == 1:
+        group = None
+    ranks = 1 if group is None else dist.get_world_size(group)
+    rows = max(1, CHUNK_ELEMENTS // max(1, logits_TV.shape[1]))
+    parts = [_of_shard(logits_TV[start : start + rows], k, temperature) for start in range(0, len(logits_TV), rows)]
+    width = min(k, logits_TV.shape[1])
+    if not parts:
+        nothing = logits_TV.new_zeros((0, min(k, ranks * logits_TV.shape[1])), dtype=torch.float32)
+        return nothing.long(), nothing
+    values_TK, ids_TK, log_sum_T = (torch.cat(column) for column in zip(*parts, strict=True))
+    if group is not None:
+        ids_TK += dist.get_rank(group) * logits_TV.shape[1]
+        mine = torch.cat([values_TK, log_sum_T[:, None]], dim=1)
+        all_mine = [torch.empty_like(mine) for _ in range(ranks)]
+        all_ids = [torch.empty_like(ids_TK) for _ in range(ranks)]
+        dist.all_gather(all_mine, mine, group=group)
+        dist.all_gather(all_ids, ids_TK, group=group)
+        log_sum_T = torch.stack([part[:, -1] for part in all_mine]).logsumexp(0)
+        values_TK = torch.cat([part[:, :width] for part in all_mine], dim=1)
+        ids_TK = torch.cat(all_ids, dim=1)
+        values_TK, best = values_TK.topk(min(k, values_TK.shape[1]), dim=1)
+        ids_TK = ids_TK.gather(1, best)
+    return ids_TK, values_TK - log_sum_T[:, None]
+
+
+def _of_shard(logits_CV: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    scaled_CV = logits_CV.to(torch.float32) / temperature
+    values, columns = scaled_CV.topk(min(k, scaled_CV.shape[1]), dim=1)
+    return values, columns, scaled_CV.logsumexp(1)

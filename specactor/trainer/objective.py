@@ -17,8 +17,7 @@ from torch import Tensor
 from specactor.config import AlgorithmConfig
 from specactor.cpu.sglang_ops import noise_of
 from specactor.hooks import loss_by
-from specactor.trainer.drafter.top_k import vocab_parallel_top_k
-from specactor.trainer.logprobs import vocab_parallel_logprobs
+from specactor.trainer.logprobs import vocab_parallel_logprobs, vocab_parallel_top_k
 from specactor.trainer.losses import LossKind, correction_weights_T, kl_T, policy_loss_T
 from specactor.trainer.microbatch import MicroBatch
 

@@ -19,8 +19,7 @@ from specactor.errors import SpecActorError
 from specactor.parallel.layout import Layout
 from specactor.trainer import model
 from specactor.trainer.critic import Critic, CriticStats
-from specactor.trainer.drafter.states import StateRecorder
-from specactor.trainer.drafter.top_k import TopKRecorder
+from specactor.trainer.drafter.recorder import Recorder
 from specactor.trainer.losses import token_weights
 from specactor.trainer.microbatch import Estimate, MicroBatch, items_of
 from specactor.trainer.model_files import export_hf
@@ -112,22 +111,18 @@ class PolicyTrainer(ModelTrainer):
         return bool(self.policy.config.num_moe_experts) and self.config.train.routing_replay != "r3"
 
     def train_step(
-        self, sequences: Sequence[TrainSequence], *, learning_rate: float, recorder: TopKRecorder | None = None
+        self, sequences: Sequence[TrainSequence], *, learning_rate: float, recorder: Recorder | None = None
     ) -> TrainStats:
         """Learn from one RL step, in ``train.updates_per_step`` updates. Collective: all ranks pass all sequences, one
         the tokens. Raises DataError for a sequence without prompt or an update without response tokens,
         TrainingDiverged."""
         objective: Objective = self._objective if recorder is None else recorder.around(self._objective)
-        replay = self._replay if self.config.train.routing_replay == "r2" else None
-        if self._replay is not None and replay is None:
+        if self._replay is not None:
             self._replay.check(sequences)
         updates = [self._own(part) for part in split(checked(sequences), self.config.train.updates_per_step)]
         none: list[Sequence[Estimate]] = [()] * len(updates)
         estimates = self.critic.estimates(updates) if self.critic is not None else none
-        if len(updates) == 1:  # has no pass before it
-            replay = None
-        with replay.recording() if replay is not None else nullcontext():
-            old = [self._logprobs(part) if len(updates) > 1 else None for part in updates]
+        old = [self._logprobs(part) if len(updates) > 1 else None for part in updates]
         ref = [self._reference_logprobs(part) if self._reference else None for part in updates]
         sums, grad_norms, num_microbatches, learned = [], [], 0, []
         for part, old_part, ref_part, estimated in zip(updates, old, ref, estimates, strict=True):
@@ -138,9 +133,8 @@ class PolicyTrainer(ModelTrainer):
                 items = [replace(item, is_compared=False) for item in items]
             if self.critic is not None:
                 learned.append(self.critic.learn(items))
-            with replay.repeating() if replay is not None else nullcontext():
-                watch = recorder.begin(part) if recorder is not None else nullcontext
-                part_sums, grad_norm, count = self._update(items, objective, learning_rate, watch)
+            watch = recorder.begin(part) if recorder is not None else nullcontext
+            part_sums, grad_norm, count = self._update(items, objective, learning_rate, watch)
             if recorder is not None:
                 recorder.updated(part)
             sums.append(part_sums)
@@ -186,27 +180,19 @@ class PolicyTrainer(ModelTrainer):
         """Make the present weights the KL penalty's reference."""
         self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
 
-    def top_k_recorder(self, top_k: int, *, layers: Sequence[int] = (), max_tokens: int = 0) -> TopKRecorder:
+    def recorder(self, top_k: int, *, layers: Sequence[int] = (), max_tokens: int = 0) -> Recorder:
         """Return a recorder of the top-k and of these layers' outputs (-1: the embedding) at up to
         `max_tokens` tokens."""
-        states = None
-        if layers:
-            parts = self.layout.tensor if self.policy.config.sequence_parallel else 1
-            states = StateRecorder(
-                layers,
-                self.policy.modules_of,
-                hidden_size=self.policy.config.hidden_size,
-                max_tokens=max_tokens,
-                device=self.device,
-                part=(parallel_state.get_tensor_model_parallel_rank(), parts),
-            )
-        return TopKRecorder(
+        return Recorder(
             top_k,
             temperature=self.config.rollout.temperature,
             vocab_size=int(self.policy.bridge.hf_config.vocab_size),
             device=self.device,
             group=parallel_state.get_tensor_model_parallel_group(),
-            states=states,
+            modules=[[*self.policy.modules_of(layer)] for layer in layers],
+            hidden_size=self.policy.config.hidden_size,
+            max_tokens=max_tokens,
+            parts=self.layout.tensor if self.policy.config.sequence_parallel else 1,
         )
 
     def offload(self) -> None:

@@ -1,5 +1,4 @@
-"""Routing replay: the trainer takes the engine's experts (R3, arXiv 2510.11370) or those of the old log-probabilities'
-pass (R2, arXiv 2507.18071), where rounding might choose others.
+"""Routing replay: the trainer takes the engine's experts (R3, arXiv 2510.11370), where rounding might choose others.
 
 Shapes: T tokens of a micro-batch on this rank, K experts per token, X = layers times K, E experts.
 """
@@ -29,7 +28,7 @@ class RoutingReplay:
         self.recomputes = config.recompute_granularity == "full"
         self._is_divided = config.sequence_parallel
         self.experts_TX: Tensor | None = None
-        self.is_forward = self.records = self.repeats = False
+        self.is_forward = False
         self._layers = []
         for layer in policy.layers():
             if hasattr(layer.mlp, "router"):
@@ -60,24 +59,6 @@ class RoutingReplay:
         finally:
             self.experts_TX, self.is_forward = None, False
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Enclose passes whose choices `repeating` takes in order."""
-        self.records = True
-        try:
-            yield
-        finally:
-            self.records = False
-
-    @contextmanager
-    def repeating(self) -> Iterator[None]:
-        """Enclose an update, which takes the recorded choices."""
-        self.repeats = True
-        try:
-            yield
-        finally:
-            self.repeats = False
-
     def forget(self) -> None:
         """Drop what no backward pass came for."""
         for layer in self._layers:
@@ -91,7 +72,6 @@ class _Layer:
         self._replay, self._index = replay, index
         self.waiting: deque[Tensor | None] = deque()
         """Taken by forward passes, for the backward passes to come."""
-        self._recorded: deque[Tensor] = deque()
 
     def get_replay_topk(
         self,
@@ -103,8 +83,6 @@ class _Layer:
     ) -> tuple[Tensor, Tensor]:
         """Return (scores, experts), (T, K): the earlier choice where known, else the router's own."""
         own_TK, ids_TK = compute_topk(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
-        if self._replay.records:
-            self._recorded.append(ids_TK.short())
         given_TK = self._of_this_pass(topk)
         if given_TK is None:
             return own_TK, ids_TK
@@ -119,9 +97,7 @@ class _Layer:
         if not self._replay.is_forward:
             return self.waiting.popleft()
         given_TK = None
-        if self._replay.repeats:
-            given_TK = self._recorded.popleft()
-        elif self._replay.experts_TX is not None:
+        if self._replay.experts_TX is not None:
             given_TK = self._replay.experts_TX[:, self._index * topk : (self._index + 1) * topk]
         if self._replay.recomputes:
             self.waiting.append(given_TK)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specactor.trainer.model import Policy
 from specactor.weights_sync import plan
-from specactor.weights_sync.buckets import Part, Spread, aligned, rounds
+from specactor.weights_sync.buckets import Carrier, aligned, carrier, rounds
 from specactor.weights_sync.memory import SharedBuffer, SharedCopy
 from specactor.weights_sync.messages import Holding
 
@@ -42,6 +42,15 @@ def share(chunks: Iterable[Any]) -> list[SharedBuffer]:
     return made
 
 
+class _Split(NamedTuple):
+    """How parameters of a kind lie on ranks: each is cut over `group`, and so are equal copies of it."""
+
+    group: Any
+    copies: int
+    copy: int
+    """Of them, that which this rank has a shard of."""
+
+
 class RankShards:
     """What this rank hands over of a policy; `hosts` of each rank, from 0 on."""
 
@@ -56,20 +65,16 @@ class RankShards:
         self._holding: Holding | None = None
         self._pointers: list[int] = []
         self._bridge = policy.bridge
-        self._tensor_group = parallel_state.get_tensor_model_parallel_group()
-        self._expert_group = parallel_state.get_expert_tensor_parallel_group()
-        self._dense = Spread(
-            copies=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-            shards=self._tensor_group.size(),
-        )
-        self._dense_place = (
+        self._dense = _Split(
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_data_parallel_world_size(with_context_parallel=True),
             parallel_state.get_data_parallel_rank(with_context_parallel=True),
-            self._tensor_group.rank(),
         )
-        self._expert = Spread(
-            copies=parallel_state.get_expert_data_parallel_world_size(), shards=self._expert_group.size()
+        self._expert = _Split(
+            parallel_state.get_expert_tensor_parallel_group(),
+            parallel_state.get_expert_data_parallel_world_size(),
+            parallel_state.get_expert_data_parallel_rank(),
         )
-        self._expert_place = (parallel_state.get_expert_data_parallel_rank(), self._expert_group.rank())
         self._equal_shards = self._near(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self._equal_whole = self._near(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         self._equal_experts = self._near(parallel_state.get_expert_data_parallel_group())
@@ -123,7 +128,7 @@ class RankShards:
 
     def _name_of_part(self, name: str, tensor: Tensor) -> str:
         """This part's name on all ranks that hold it."""
-        return f"{name}:{self._own_place(name)[1]}" if self._is_cut(name, tensor) else name
+        return f"{name}:{self._split(name).group.rank()}" if self._is_cut(name, tensor) else name
 
     def _near(self, group: dist.ProcessGroup) -> list[int]:
         here = self.hosts[dist.get_rank()]
@@ -151,7 +156,8 @@ class RankShards:
         if not size:
             return
         columns = tensor.shape[-1] if tensor.dim() else 1
-        shards, own = (self._spread(name).shards, self._own_place(name)[1]) if cut else (1, 0)
+        group = self._split(name).group
+        shards, own = (group.size(), group.rank()) if cut else (1, 0)
         found: dict[str, list[plan.Index]] = defaultdict(list)
         for digit in plan.digits(shards * size // columns, columns):
             for hf_name, index in self._converted(name, tensor, shards, digit):
@@ -173,22 +179,20 @@ class RankShards:
     def rounds(self, capacity_bytes: int) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Yield per round the (Hugging Face name, whole tensor) of what this rank hands over: over all rounds and ranks
         every tensor, once. Walk each round to its end: gathering is collective."""
-        parts = [
-            Part(num_bytes=self._whole_bytes(name, tensor), expert=_is_expert(name))
-            for name, tensor in self._parameters
-        ]
-        for indices in rounds(parts, dense=self._dense, expert=self._expert, capacity_bytes=capacity_bytes):
+        parts = []
+        for index, (name, tensor) in enumerate(self._parameters):
+            shards = self._split(name).group.size() if self._is_cut(name, tensor) else 1
+            parts.append((tensor.nbytes * shards, self._carrier(index)))
+        for indices in rounds(parts, capacity_bytes):
             yield self._round(indices)
 
-    def _whole_bytes(self, name: str, tensor: Tensor) -> int:
-        shards = self._spread(name).shards if self._is_cut(name, tensor) else 1
-        return tensor.numel() * tensor.element_size() * shards
+    def _carrier(self, index: int) -> Carrier:
+        name, _ = self._parameters[index]
+        split = self._split(name)
+        return carrier(index, expert=_is_expert(name), copies=split.copies, shards=split.group.size())
 
-    def _spread(self, name: str) -> Spread:
+    def _split(self, name: str) -> _Split:
         return self._expert if _is_expert(name) else self._dense
-
-    def _own_place(self, name: str) -> tuple[int, int]:
-        return self._expert_place if _is_expert(name) else self._dense_place
 
     def _is_cut(self, name: str, tensor: Tensor) -> bool:
         return _is_expert(name) or bool(getattr(tensor, "tensor_model_parallel", False))
@@ -197,16 +201,15 @@ class RankShards:
         with torch.no_grad():
             for index in indices:
                 name, tensor = self._parameters[index]
-                copy, shard = self._spread(name).carrier(index)
-                own_copy, own_shard = self._own_place(name)
-                if copy != own_copy:
+                (_, copy, shard), split = self._carrier(index), self._split(name)
+                if copy != split.copy:
                     continue
                 whole = self._gather(name, tensor) if self._is_cut(name, tensor) else tensor
-                if shard == own_shard:
+                if shard == split.group.rank():
                     yield from zip(*self._bridge._weight_to_hf_format(name, whole), strict=True)
 
     def _gather(self, name: str, tensor: Tensor) -> Tensor:
-        group: Any = self._expert_group if _is_expert(name) else self._tensor_group
+        group = self._split(name).group
         if group.size() == 1:
             return tensor
         pieces = [torch.empty_like(tensor) for _ in range(group.size())]

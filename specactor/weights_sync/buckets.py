@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -34,39 +33,30 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    num_bytes: int
-    expert: bool
+Carrier = tuple[bool, int, int]
+"""Whether of experts, and the (copy, shard) that hands a parameter over."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """`copies` equal ones of a parameter, each in `shards` pieces."""
-
-    copies: int
-    shards: int
-
-    def carrier(self, index: int) -> tuple[int, int]:
-        """Return the (copy, shard) that hands over the parameter at `index`."""
-        return index % self.copies, index // self.copies % self.shards
+def carrier(index: int, *, expert: bool, copies: int, shards: int) -> Carrier:
+    """Return who hands over the parameter at `index`, of which there are equal copies, each in shards."""
+    return expert, index % copies, index // copies % shards
 
 
-def rounds(parts: Sequence[Part], *, dense: Spread, expert: Spread, capacity_bytes: int) -> list[list[int]]:
-    """Return the parameters of each round, equal on all ranks of a pipeline stage."""
+def rounds(parts: Sequence[tuple[int, Carrier]], capacity_bytes: int) -> list[list[int]]:
+    """Return the parameters of each round, equal on all ranks of a pipeline stage; `parts` are bytes and carriers."""
     plan: list[list[int]] = []
-    load: dict[tuple[bool, tuple[int, int]], int] = {}
-    for index, part in enumerate(parts):
-        carrier = (part.expert, (expert if part.expert else dense).carrier(index))
-        full = _heaviest({**load, carrier: load.get(carrier, 0) + part.num_bytes}) > capacity_bytes
+    load: dict[Carrier, int] = {}
+    for index, (num_bytes, carrier) in enumerate(parts):
+        full = _heaviest({**load, carrier: load.get(carrier, 0) + num_bytes}) > capacity_bytes
         if not plan or full:
             plan.append([])
             load = {}
         plan[-1].append(index)
-        load[carrier] = load.get(carrier, 0) + part.num_bytes
+        load[carrier] = load.get(carrier, 0) + num_bytes
     return plan
 
 
-def _heaviest(load: dict[tuple[bool, tuple[int, int]], int]) -> int:
+def _heaviest(load: dict[Carrier, int]) -> int:
     """Return an upper bound of one rank's bytes."""
-    return sum(max((num_bytes for (kind, _), num_bytes in load.items() if kind == of), default=0) for of in (0, 1))
+    kinds = (False, True)
+    return sum(max((num_bytes for (of, *_), num_bytes in load.items() if of == kind), default=0) for kind in kinds)

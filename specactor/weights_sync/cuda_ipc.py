@@ -10,6 +10,7 @@ from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -87,8 +88,10 @@ class Cuda:
     @staticmethod
     def tensor(pointer: int, num_bytes: int, device: int) -> Tensor:
         """Return uint8 [num_bytes], without a copy."""
+        layout = {"data": (pointer, False), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
+        memory = SimpleNamespace(__cuda_array_interface__=layout)
         try:
-            return torch.as_tensor(_Memory(pointer, num_bytes), device=f"cuda:{device}")
+            return torch.as_tensor(memory, device=f"cuda:{device}")
         except RuntimeError as error:
             raise WeightSyncError(f"PyTorch makes no tensor of another process's memory: {error}") from error
 
@@ -120,16 +123,6 @@ BUFFER_ID = 7
 """CU_POINTER_ATTRIBUTE_BUFFER_ID."""
 PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess, which CUDA wants to be given."""
-
-
-class _Memory:
-    def __init__(self, pointer: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (pointer, False),
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
 
 
 @cache

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 256 * 2**10  # fits a core's second-level cache
 
 
-def digest_on(device: torch.device, data: torch.Tensor) -> int:
-    """Return the `digest` that bytes would have on that device."""
-    return digest(data) if device.type == "cpu" else digest_of(data.to(device))
-
-
 def digest(tensor: torch.Tensor) -> int:
     """Return the 64-bit digest of a tensor's bytes in row-major order: XXH3 on the host; on a GPU sum of word_i * (2 i
     + 1) modulo 2**64, where a flipped bit, 2**k * odd, shows. The two are not compared."""

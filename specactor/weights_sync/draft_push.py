@@ -14,10 +14,9 @@ import msgspec
 import torch
 
 from specactor.errors import EngineError
-from specactor.weights_sync.buckets import Slot, aligned
-from specactor.weights_sync.digest import copy_with_digest
-from specactor.weights_sync.memory import SharedBuffer
-from specactor.weights_sync.messages import CheckReply, Commit, DraftWeights
+from specactor.weights_sync.buckets import aligned
+from specactor.weights_sync.memory import SharedBuffer, pack
+from specactor.weights_sync.messages import Answer, DraftWeights
 from specactor.weights_sync.receiver import EngineRank, Receiver
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def check(weights: DraftWeights) -> str:
     """Return what is wrong with the bytes, or ""."""
     with closing(Receiver()) as receiver:
         try:
-            return _problem(receiver.check(EngineRank(torch.nn.Module()), msgspec.msgpack.encode(weights.as_round())))
+            return _problem(receiver.check(EngineRank(torch.nn.Module()), _payload(weights)))
         except (OSError, KeyError, ValueError, RuntimeError) as error:
             return f"the bucket cannot be read ({error})"
 
@@ -41,22 +40,26 @@ def load(model: torch.nn.Module, weights: DraftWeights) -> str:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     rank = EngineRank(model)
     with closing(Receiver()) as receiver:
-        problem = _problem(receiver.load(rank, msgspec.msgpack.encode(weights.as_round())))
+        problem = _problem(receiver.load(rank, _payload(weights)))
         if not problem:
-            problem = _problem(receiver.commit(rank, msgspec.msgpack.encode(Commit(version=weights.draft_version))))
+            problem = _problem(receiver.commit(rank, msgspec.msgpack.encode(weights.draft_version)))
     if problem:
         for parameter, old in zip(model.parameters(), before, strict=True):
             parameter.copy_(old)
     return problem
 
 
+def _payload(weights: DraftWeights) -> bytes:
+    return msgspec.msgpack.encode((weights.as_bucket(),))
+
+
 def _problem(reply: bytes) -> str:
-    return msgspec.msgpack.decode(reply, type=CheckReply).problem
+    return msgspec.msgpack.decode(reply, type=Answer).problem
 
 
 CHECK = "specactor.rollout.sglang.model_drafter:check_weights"
 LOAD = "specactor.rollout.sglang.model_drafter:load_weights"
-"""Rank calls. Payload: `DraftWeights`; answer: `CheckReply`."""
+"""Rank calls. Payload: `DraftWeights`; answer: `Answer`."""
 
 
 class DraftSender:
@@ -67,20 +70,10 @@ class DraftSender:
 
     def pack(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> DraftWeights:
         """Copy the weights, under Hugging Face names, over those before."""
-        tensors = [(name, tensor.detach().to(self._dtype).cpu().contiguous()) for name, tensor in weights]
-        slots: list[Slot] = []
-        end = 0
-        for name, tensor in tensors:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            slots.append(Slot(name=name, dtype=dtype, shape=tuple(tensor.shape), offset=aligned(end)))
-            end = aligned(end) + slots[-1].num_bytes
-        buffer = self._room(max(1, end))
-        filled = []
-        for slot, (_, tensor) in zip(slots, tensors, strict=True):
-            there = buffer.data[slot.offset : slot.offset + slot.num_bytes]
-            digest = copy_with_digest(there, tensor.view(-1).view(torch.uint8))
-            filled.append(msgspec.structs.replace(slot, digest=digest))
-        return DraftWeights(draft_version=version, address=buffer.address(), slots=tuple(filled))
+        tensors = [(name, tensor.detach().to(self._dtype).cpu()) for name, tensor in weights]
+        buffer = self._room(max(1, sum(aligned(tensor.nbytes) for _, tensor in tensors)))
+        slots = pack(tensors, lambda _: buffer.data)
+        return DraftWeights(draft_version=version, address=buffer.address(), slots=slots)
 
     def close(self) -> None:
         if self._buffer is not None:
@@ -104,7 +97,7 @@ def push_to_engine(engine: Engine, weights: DraftWeights, *, timeout_s: float) -
     try:
         for call in (CHECK, LOAD):
             for rank, reply in enumerate(engine.rank_call(call, payload, timeout_s=timeout_s)):
-                problem = msgspec.msgpack.decode(reply, type=CheckReply).problem
+                problem = msgspec.msgpack.decode(reply, type=Answer).problem
                 if problem:
                     return f"engine {engine.index}, rank {rank}: {problem}"
     except EngineError as error:  # one that died is noticed, and replaced, by whoever uses it next

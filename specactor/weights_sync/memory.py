@@ -11,7 +11,7 @@ import mmap
 import os
 import weakref
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from specactor.errors import WeightSyncError
-from specactor.weights_sync.buckets import aligned
+from specactor.weights_sync.buckets import Slot, aligned
 from specactor.weights_sync.cuda_ipc import GpuMemory, OpenedMemory, exported, places, uuid_of
-from specactor.weights_sync.digest import device_total, read_totals
+from specactor.weights_sync.digest import copy_with_digest, device_total, read_totals
 from specactor.weights_sync.plan import Chunk, Span
 
 
@@ -76,6 +76,19 @@ class SharedBuffer:
         self.data = torch.empty(0, dtype=torch.uint8)
         self._closed()
         del self._map
+
+
+def pack(tensors: Iterable[tuple[str, Tensor]], room: Callable[[int], Tensor]) -> tuple[Slot, ...]:
+    """Copy tensors one after the other, with their digests, into what `room` returns for so many bytes."""
+    slots: list[Slot] = []
+    used = 0
+    for name, tensor in tensors:
+        source, offset = _raw(tensor), aligned(used)
+        used = offset + source.numel()
+        digest = copy_with_digest(room(used)[offset:used], source)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        slots.append(Slot(name=name, dtype=dtype, shape=tuple(tensor.shape), offset=offset, digest=digest))
+    return tuple(slots)
 
 
 def open_address(address: Address, *, locked: bool = True) -> torch.Tensor:

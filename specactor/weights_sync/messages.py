@@ -1,4 +1,4 @@
-"""What the sender asks of every engine rank: payloads and answers of `Receiver`'s methods."""
+"""What the sender asks of every engine rank, which gives an `Answer`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from specactor.weights_sync.memory import Address
 from specactor.weights_sync.plan import Chunk, Held
 
 CHECK = "weights.check"
-"""Rank call: compare every tensor's digest; change nothing. Payload: `Round`."""
+"""Rank call: compare every tensor's digest; change nothing. Payload: `Bucket`s."""
 LOAD = "weights.load"
-"""Rank call: check unless that was done, load into the model, read back. Payload: `Round`."""
+"""Rank call: check, load into the model, read back. Payload: `Bucket`s."""
 PLAN = "weights.plan"
 """Rank call: learn from what was loaded for the open version how to pull the next. Payload: `Holding` of all ranks;
 then, if anything crosses between hosts, one of the mirrors."""
 PULL = "weights.pull"
 """Rank call: copy all parameters out of the trainer's memory, and digest what was copied. Payload: `Pull`."""
 COMMIT = "weights.commit"
-"""Rank call: every parameter was written whole; drop the KV and prefix cache. Payload: `Commit`."""
+"""Rank call: every parameter was written whole; drop the KV and prefix cache. Payload: the version."""
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,16 +27,6 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     slots: tuple[Slot, ...]
     of_gpu: bool = False
     """Whether digests are those that GPUs make; then a reader brings the bytes to its own before it looks."""
-
-
-class Round(msgspec.Struct, frozen=True, kw_only=True):
-    buckets: tuple[Bucket, ...]
-    checked: bool = False
-    """Whether these very bytes were checked before. Their owner checks them once more after they were loaded."""
-
-
-class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    version: int
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,24 +58,17 @@ class DraftWeights(msgspec.Struct, frozen=True, kw_only=True):
     address: Address
     slots: tuple[Slot, ...]
 
-    def as_round(self) -> Round:
-        return Round(buckets=(Bucket(version=self.draft_version, address=self.address, slots=self.slots),))
+    def as_bucket(self) -> Bucket:
+        return Bucket(version=self.draft_version, address=self.address, slots=self.slots)
 
 
-class CheckReply(msgspec.Struct, frozen=True, kw_only=True):
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine rank says to any call; a field that the call does not ask for has its default."""
+
     problem: str = ""
-
-
-class PlanReply(msgspec.Struct, frozen=True, kw_only=True):
-    chunks: tuple[Chunk, ...] = ()
-    refusal: str = ""
+    refusal: str = ""  # why it has no plan
+    chunks: tuple[Chunk, ...] = ()  # of its plan
     on_gpu: tuple[int, ...] = ()  # memories that it reads on its own GPU
     through_host: str = ""  # why it reads none there, where it could have
-
-
-class PullReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One digest per chunk, of what the parameters hold."""
-
-    digests: tuple[int, ...] = ()
-    problem: str = ""
+    digests: tuple[int, ...] = ()  # of the plan's chunks: what the parameters hold
     unplanned: bool = False  # whether this rank has no plan of that holding, and has done nothing

@@ -14,7 +14,7 @@ import msgspec
 from specactor.parallel.collective import Collective
 from specactor.weights_sync.digest import digest_of, digest_spans
 from specactor.weights_sync.memory import SharedCopy, open_address, room_bytes
-from specactor.weights_sync.messages import Holding, PlanReply, PullReply
+from specactor.weights_sync.messages import Answer, Holding
 from specactor.weights_sync.mirrors import Crossing, Mirrors, crossings
 from specactor.weights_sync.plan import Chunk, Held, Span, merged, nearer
 
@@ -60,7 +60,7 @@ class JobPlan:
         own = holdings[collective.rank].addresses
         self._memories = {first + i: open_address(each, locked=False) for i, each in enumerate(own) if each is not None}
 
-    def learn(self, replies: Mapping[int, Sequence[PlanReply]]) -> str:
+    def learn(self, replies: Mapping[int, Sequence[Answer]]) -> str:
         """Take what this rank's engines planned; return why it cannot take part. If anything crosses, `holding` is
         afterwards that of the mirrors. Collective."""
         self.chunks = {engine: [reply.chunks for reply in ranks] for engine, ranks in replies.items()}
@@ -137,7 +137,7 @@ class JobPlan:
                 )
         return ""
 
-    def difference(self, replies: Mapping[int, Sequence[PullReply]], wanted: Mapping[Spans, int]) -> str:
+    def difference(self, replies: Mapping[int, Sequence[Answer]], wanted: Mapping[Spans, int]) -> str:
         """Return which parameters of this rank's engines are not the trainer's."""
         for engine, ranks in replies.items():
             for rank, (reply, chunks) in enumerate(zip(ranks, self.chunks[engine], strict=True)):

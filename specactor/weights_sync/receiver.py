@@ -25,14 +25,14 @@ from specactor.weights_sync.buckets import Slot
 from specactor.weights_sync.cuda_ipc import Allocations, OpenedMemory, uuid_of
 from specactor.weights_sync.digest import Memory, copy_and_digest, digest_of
 from specactor.weights_sync.memory import Address, lock, open_address, pull_on_device, read_only, unregister
-from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Holding, PlanReply, Pull, PullReply, Round
+from specactor.weights_sync.messages import Answer, Bucket, Holding, Pull
 from specactor.weights_sync.plan import Held
 
 _COMPARED_BYTES = 2**26
 """What is compared at once: a GPU makes a byte per element, and a copy of what comes from the host."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_MAX_VIEWS = 256  # mapped buckets and mirrors that are kept; `push.MOST_KEPT` is half of it
+_MAX_VIEWS = 256  # mapped buckets and mirrors that are kept; `sender.MOST_KEPT` is half of it
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -168,20 +168,19 @@ class Receiver:
         self._views.clear()
 
     def check(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer a `Round`: whether its bytes have their source's digests."""
+        """Say whether the bytes of `Bucket`s have their source's digests."""
         self._forget_plan()  # where parameters moved, their old memory is free only when nobody has it open
         try:
-            for bucket in msgspec.msgpack.decode(payload, type=Round).buckets:
+            for bucket in msgspec.msgpack.decode(payload, type=tuple[Bucket, ...]):
                 for arrived in self._arrived(rank, bucket):
                     _check(arrived)
         except _Mismatch as mismatch:
-            return msgspec.msgpack.encode(CheckReply(problem=str(mismatch)))
-        return msgspec.msgpack.encode(CheckReply())
+            return msgspec.msgpack.encode(Answer(problem=str(mismatch)))
+        return msgspec.msgpack.encode(Answer())
 
     def load(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer a `Round`: check each tensor unless that was done, load it, and read it back."""
-        message = msgspec.msgpack.decode(payload, type=Round)
-        for bucket in message.buckets:
+        """Check each tensor of `Bucket`s, load it, and read it back."""
+        for bucket in msgspec.msgpack.decode(payload, type=tuple[Bucket, ...]):
             if self._open_version != bucket.version:
                 self._begin(rank, bucket.version)
             self._pulled = False
@@ -190,13 +189,13 @@ class Receiver:
             self._at = ""
             try:
                 with torch.no_grad(), _WriteAudit() as audit:
-                    rank.model.load_weights(self._fed(tensors, audit, check=not message.checked))  # type: ignore[operator]
+                    rank.model.load_weights(self._fed(tensors, audit))  # type: ignore[operator]
                     self._read_back(audit)
             except _Mismatch as mismatch:
-                return msgspec.msgpack.encode(CheckReply(problem=str(mismatch)))
+                return msgspec.msgpack.encode(Answer(problem=str(mismatch)))
             except Exception as error:  # the model's loader met something that it cannot load, whatever it raises
-                return msgspec.msgpack.encode(CheckReply(problem=f"{self._at}: {type(error).__name__}: {error}"))
-        return msgspec.msgpack.encode(CheckReply())
+                return msgspec.msgpack.encode(Answer(problem=f"{self._at}: {type(error).__name__}: {error}"))
+        return msgspec.msgpack.encode(Answer())
 
     def plan(self, rank: EngineRank, payload: bytes) -> bytes:
         """Answer all ranks' `Holding`, after a whole version was loaded: how to copy the next one."""
@@ -222,12 +221,12 @@ class Receiver:
                     self._plan.locked.extend(lock(memory, read[number]))
         except (OSError, WeightSyncError) as error:
             self._forget_plan()
-            return msgspec.msgpack.encode(PlanReply(refusal=str(error)))
+            return msgspec.msgpack.encode(Answer(refusal=str(error)))
         self._plan = replace(self._plan, key=digest_of(memoryview(payload)))
         if message.planned:
-            return msgspec.msgpack.encode(PlanReply())
+            return msgspec.msgpack.encode(Answer())
         on_gpu = tuple(i for i, memory in enumerate(self._plan.memories) if isinstance(memory, OpenedMemory))
-        reply = PlanReply(chunks=self._plan.chunks, on_gpu=on_gpu, through_host=self._plan.through_host)
+        reply = Answer(chunks=self._plan.chunks, on_gpu=on_gpu, through_host=self._plan.through_host)
         return msgspec.msgpack.encode(reply)
 
     def _planned(self, model: torch.nn.Module, everything: Holding) -> _Plan:
@@ -264,15 +263,15 @@ class Receiver:
         """Answer a `Pull`: the parameters' digests, after all were copied."""
         message = msgspec.msgpack.decode(payload, type=Pull)
         if self._plan is None or self._plan.key != message.key:
-            return msgspec.msgpack.encode(PullReply(unplanned=True))
+            return msgspec.msgpack.encode(Answer(unplanned=True))
         if message.copy and self._open_version != message.version:
             self._begin(rank, message.version)
         try:
             digests = self._digests(_flat(rank.model, self._plan.sizes), self._plan, copies=message.copy)
         except (TypeError, ValueError, WeightSyncError) as error:
-            return msgspec.msgpack.encode(PullReply(problem=str(error)))
+            return msgspec.msgpack.encode(Answer(problem=str(error)))
         self._pulled = message.copy
-        return msgspec.msgpack.encode(PullReply(digests=digests))
+        return msgspec.msgpack.encode(Answer(digests=digests))
 
     @staticmethod
     def _digests(parameters: dict[str, torch.Tensor], own: _Plan, *, copies: bool) -> tuple[int, ...]:
@@ -293,10 +292,10 @@ class Receiver:
             self._on_gpu.close()
 
     def commit(self, rank: EngineRank, payload: bytes) -> bytes:
-        """Answer a `Commit`: whether the whole model is at this version. Drops old caches."""
-        commit = msgspec.msgpack.decode(payload, type=Commit)
-        if self._open_version != commit.version:
-            return msgspec.msgpack.encode(CheckReply(problem=f"version {commit.version} was never loaded"))
+        """Say whether the whole model is at this version. Drops old caches."""
+        version = msgspec.msgpack.decode(payload, type=int)
+        if self._open_version != version:
+            return msgspec.msgpack.encode(Answer(problem=f"version {version} was never loaded"))
         problem = "" if self._pulled else self._unwritten(rank.model)
         if not self._pulled:
             self.close()  # what other hosts sent may take as much memory as the model
@@ -304,7 +303,7 @@ class Receiver:
         rank.flush_cache()
         self._open_version = None
         self._written.clear()
-        return msgspec.msgpack.encode(CheckReply(problem=problem))
+        return msgspec.msgpack.encode(Answer(problem=problem))
 
     def _begin(self, rank: EngineRank, version: int) -> None:
         if self._open_version is None:
@@ -329,11 +328,10 @@ class Receiver:
             arrived.append(_Arrived(slot, tensor, raw if host is None else host[slot.offset : end]))
         return arrived
 
-    def _fed(self, tensors: list[_Arrived], audit: _WriteAudit, *, check: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    def _fed(self, tensors: list[_Arrived], audit: _WriteAudit) -> Iterator[tuple[str, torch.Tensor]]:
         """Hand them to the loader, each checked just before and read back just after."""
         for arrived in tensors:
-            if check:
-                _check(arrived)
+            _check(arrived)
             self._at = arrived.slot.name
             yield arrived.slot.name, arrived.tensor
             self._read_back(audit)

@@ -164,7 +164,7 @@ def test_groups_of_other_settings_are_begun_again(settings: dict[str, Any], told
     assert notes == [f"open groups of other settings are begun again: {told}"]
 
 
-@pytest.mark.parametrize("replay", ["r3", "r2", "off"])
+@pytest.mark.parametrize("replay", ["r3", "off"])
 @pytest.mark.parametrize("are_packed", [True, False])
 @pytest.mark.parametrize("lacking", [None, "begun", "finished"])
 def test_groups_without_the_experts_that_a_resume_replays_are_begun_again(

@@ -173,7 +173,6 @@ def one_rank(
         "TP2 -> 1": {"check": "load", "model": moe, "path": tp2},
         "errors": {"check": "errors", "model": moe, "paths": damaged(Path(tp2), folder / "damaged") | {"EP2": ep2}},
         "foreign": {"check": "load", "model": str(reference / "dense"), "path": tp2},
-        "other optimizer": {"check": "load", "model": moe, "path": tp2, "plain_optimizer": True},
         "no critic": {"check": "load", "model": moe, "path": tp2, "critic": True},
         "other attention": {"check": "load", "model": moe, "path": tp2, "engine": {"attention_backend": "intel_amx"}},
         "keep": {"check": "keep", "model": moe, "root": str(folder / "kept")},

@@ -160,7 +160,7 @@ def picked(
     if entry.get("more"):
         reset()
         use(trainer, cases.CASES["grpo_updates"])
-        recorder = trainer.top_k_recorder(2)  # knows sequences as objects
+        recorder = trainer.recorder(2)  # knows sequences as objects
         stats = trainer.train_step(right, learning_rate=cases.LEARNING_RATE, recorder=recorder)
         assert len(recorder.take(right)) == len(right)
         found["several updates"] = stats.scored, stats.unpicked
@@ -245,13 +245,7 @@ def replay(trainer: PolicyTrainer, folder: Path, reset: Callable[[], None]) -> d
         except SpecActorError as error:
             results[name] = f"{type(error).__name__}: {error}"
         vars(trainer._replay).pop("check", None)
-    config = trainer.config
-    for name, mode, rate in (("r2, still", "r2", 0.0), ("r2", "r2", 0.02), ("free, moved", "off", 0.02)):
-        reset()
-        trainer.config = replace(config, train=replace(config.train, routing_replay=mode))
-        trainer._replay.check = lambda sequences: None  # type: ignore[method-assign]
-        results[name] = trainer.train_step(SEQUENCES, learning_rate=rate).numbers()
-    trainer.config, trainer._replay = config, None
+    trainer._replay = None
     for layer in trainer.policy.layers():
         layer.mlp.router.router_replay = None
     return results

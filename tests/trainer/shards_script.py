@@ -35,7 +35,8 @@ ROWS, COLUMNS = 2**14, 2**10
 def expected(shards: RankShards, name: str, tensor: torch.Tensor) -> dict[str, list[int]]:
     """Of every element of each Hugging Face tensor, its first byte in memory; -1 where another rank has it."""
     size, cut = tensor.numel(), shards._is_cut(name, tensor)
-    count, own = (shards._spread(name).shards, shards._own_place(name)[1]) if cut else (1, 0)
+    group = shards._split(name).group
+    count, own = (group.size(), group.rank()) if cut else (1, 0)
     pieces = list(torch.arange(count * size).view(count, *tensor.shape))
     whole = shards._bridge._weight_merge_across_tp(name, pieces, tensor) if count > 1 else pieces[0]
     found = {}
@@ -89,7 +90,7 @@ def peaks(policy: Policy) -> dict[str, float]:
         kind = re.search(r"word_embeddings|linear_fc[12]|linear_proj", name)
         if kind is None or "layer_norm" in name or kind[0] in found:
             continue
-        count = shards._spread(name).shards if shards._is_cut(name, tensor) else 1
+        count = shards._split(name).group.size() if shards._is_cut(name, tensor) else 1
         dim = getattr(tensor, "partition_dim", 0)
         shape = (ROWS // count, COLUMNS) if dim != 1 else (ROWS, COLUMNS // count)
         large: Any = torch.empty(shape, dtype=torch.bfloat16, device="meta")  # takes no memory itself

@@ -99,10 +99,6 @@ def test_a_foreign_model_is_an_error_that_names_the_difference(one_rank: dict[st
     assert "is of another model: model_type is qwen3_moe, expected qwen3" in one_rank["foreign"]["error"]
 
 
-def test_another_kind_of_optimizer_is_an_error(one_rank: dict[str, Any]) -> None:
-    assert "saved with distributed_optimizer = True, expected False" in one_rank["other optimizer"]["error"]
-
-
 def test_another_attention_backend_is_an_error(one_rank: dict[str, Any]) -> None:
     said = one_rank["other attention"]["error"]
     assert "no attention backend in rollout.engine.extra_args, expected {'attention_backend': 'intel_amx'}" in said

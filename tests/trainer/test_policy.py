@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from specactor.config import RolloutConfig
 from specactor.errors import DataError
 from specactor.trainer.packing import checked, split
-from specactor.trainer.policy import PolicyTrainer
-from specactor.trainer.routing_replay import RoutingReplay
 from specactor.types import TrainSequence
 from tests.trainer import policy_cases as cases
 from tests.trainer.conftest import EVERY_CASE, FEW_CASES
@@ -175,42 +171,6 @@ def test_updates_split_groups_without_tearing_them() -> None:
     ] == [[0], [1, 2]]
     assert sum(len(share) for share in shares) == cases.NUM_SEQUENCES
     assert [{s.group_id for s in share} for share in split(cases.sequences(), 4)] == [{0}, {1}, {2}]
-
-
-class Stops(Exception):  # noqa: N818  (an end, not an error)
-    pass
-
-
-class OnlyBegins(PolicyTrainer):
-    """Without a model; a step ends where its first update begins."""
-
-    def __init__(self, updates: int) -> None:
-        train = SimpleNamespace(routing_replay="r2", updates_per_step=updates)
-        own = SimpleNamespace(train=train, algorithm=cases.CASES["grpo"].algorithm, rollout=RolloutConfig())
-        self.config, self.critic, self._reference, self._objective = cast("Any", own), None, [], cast("Any", None)
-        self._replay = object.__new__(RoutingReplay)
-        self._replay.records = self._replay.repeats = False
-        self.recorded: list[bool] = []
-
-    def _own(self, sequences: Any) -> Any:
-        return sequences
-
-    def _logprobs(self, sequences: Any) -> list[torch.Tensor]:
-        assert self._replay is not None
-        self.recorded.append(self._replay.records)
-        return [torch.zeros(s.response_len) for s in sequences]
-
-    def _update(self, *_: Any) -> Any:
-        assert self._replay is not None
-        raise Stops(self.recorded, self._replay.repeats)
-
-
-@pytest.mark.parametrize(("groups", "expected"), [((0, 1, 2), ([True, True], True)), ((1,), ([], False))])
-def test_experts_are_repeated_only_where_a_pass_has_recorded_them(groups: tuple[int, ...], expected: object) -> None:
-    """Of one group that failures have left there is one update, without a pass before it."""
-    with pytest.raises(Stops) as caught:
-        OnlyBegins(2).train_step([s for s in cases.sequences() if s.group_id in groups], learning_rate=0.0)
-    assert caught.value.args == expected
 
 
 @pytest.mark.parametrize(

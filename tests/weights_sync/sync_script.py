@@ -39,7 +39,8 @@ from specactor.rollout.sglang.engine_client import Engine, EngineSpec  # noqa: E
 from specactor.trainer.policy import PolicyTrainer  # noqa: E402
 from specactor.trainer.shards import RankShards  # noqa: E402
 from specactor.types import RolloutRequest, SamplingParams  # noqa: E402
-from specactor.weights_sync import push as push_module  # noqa: E402
+from specactor.weights_sync import sender as push_module  # noqa: E402
+from specactor.weights_sync.messages import LOAD  # noqa: E402
 from specactor.weights_sync.sender import WeightSender  # noqa: E402
 from tests.trainer import policy_cases as cases  # noqa: E402
 from tests.weights_sync import kills  # noqa: E402
@@ -342,17 +343,14 @@ class Bench:
             push_module.TIMEOUT_S = usual
 
     def push_with_late_flip(self, source: RankShards) -> dict[str, Any]:
-        flips = self.collective.rank == 1
-
         def late(original: Pack) -> Pack:
-            def resend(push: Any) -> None:
-                if flips:
-                    push._buffers[0].data[push._packed[0][0][1].slots[0].offset] ^= 1
-                original(push)
+            def stream(push: Any, call: str, source: RankShards) -> None:
+                with replaced("_pack", flipping(self.collective.rank == 1 and call == LOAD, 0)):
+                    original(push, call, source)
 
-            return resend
+            return stream
 
-        with replaced("resend", late):
+        with replaced("stream", late):
             return self.push(source, first=1)
 
     def victim(self) -> str:

@@ -17,7 +17,7 @@ from specactor.actor import SpecActor
 from specactor.config import EngineConfig
 from specactor.errors import CopiesDifferError, EngineError, WeightSyncError
 from specactor.weights_sync.memory import SharedBuffer
-from specactor.weights_sync.messages import Holding, PlanReply, PullReply
+from specactor.weights_sync.messages import Answer, Holding
 from specactor.weights_sync.plan import Block, Chunk, Held, Span
 from specactor.weights_sync.pulls import JobPlan
 from tests.weights_sync.hosts_job import SIZE, Job, Rank
@@ -172,8 +172,8 @@ def lie(engine: Engine) -> None:
     """A digest in its next pull is wrong."""
 
     def wrong(reply: bytes) -> bytes:
-        digests = msgspec.msgpack.decode(reply, type=PullReply).digests
-        return msgspec.msgpack.encode(PullReply(digests=(digests[0] ^ 1, *digests[1:])))
+        digests = msgspec.msgpack.decode(reply, type=Answer).digests
+        return msgspec.msgpack.encode(Answer(digests=(digests[0] ^ 1, *digests[1:])))
 
     engine.answer = wrong
 
@@ -206,7 +206,7 @@ def test_a_copy_is_compared_with_all_that_go_to_its_places() -> None:
         part = (Chunk(("norm",), (Block(Span(rank, 0, 0, width, 1), 0, 0),)),)
         engines = {0: [part], 1: [part, part]}
         replies = {
-            index: [PlanReply(chunks=each) for each in engines[index]] for index in {0: (0,), 1: (1,), 2: (0, 1)}[rank]
+            index: [Answer(chunks=each) for each in engines[index]] for index in {0: (0,), 1: (1,), 2: (0, 1)}[rank]
         }
         plan.learn(replies)
         found[rank] = plan.apart(plan.wanted(collective.gather(plan.digests(), tuple[int, ...])))

@@ -17,7 +17,7 @@ from specactor.rollout.sglang.model_drafter import ModelDrafter
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.weights_sync import draft_push
 from specactor.weights_sync.draft_push import CHECK, LOAD, DraftSender, num_bytes, push_to_engine
-from specactor.weights_sync.messages import Bucket, CheckReply, DraftWeights, Round
+from specactor.weights_sync.messages import Answer, Bucket, DraftWeights
 
 
 class Model(nn.Module):
@@ -126,12 +126,12 @@ def test_memory_that_is_gone_is_refused(sender: DraftSender) -> None:
 
 def test_policy_and_draft_model_cannot_read_each_others_messages(sender: DraftSender) -> None:
     weights = sender.pack(Model(1).named(), version=1)
-    of_policy = Round(buckets=(Bucket(version=1, address=weights.address, slots=weights.slots),))
+    of_policy = (Bucket(version=1, address=weights.address, slots=weights.slots),)
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(of_policy), type=DraftWeights)
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(weights), type=Round)
-    assert weights.as_round() == of_policy, "what is inside is alike, so only the form tells them apart"
+        msgspec.msgpack.decode(msgspec.msgpack.encode(weights), type=tuple[Bucket, ...])
+    assert (weights.as_bucket(),) == of_policy, "what is inside is alike, so only the form tells them apart"
 
 
 class Engine:
@@ -143,7 +143,7 @@ class Engine:
 
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         self.calls.append(name)
-        return [msgspec.msgpack.encode(CheckReply(problem=self._say(name, rank))) for rank in (0, 1)]
+        return [msgspec.msgpack.encode(Answer(problem=self._say(name, rank))) for rank in (0, 1)]
 
     def kill(self) -> None:
         raise AssertionError("a draft model is no reason to")
@@ -196,7 +196,7 @@ def test_all_ranks_draft_from_the_same_state_whether_or_not_they_took_the_weight
     payload = msgspec.msgpack.encode(sender.pack(Model(1).named(), version=4))
     ranks = [engine_rank(Model(2)), engine_rank(Refusing(2))]
     replies = [model_drafter.load_weights(rank, payload) for rank, _ in ranks]
-    problems = [msgspec.msgpack.decode(reply, type=CheckReply).problem for reply in replies]
+    problems = [msgspec.msgpack.decode(reply, type=Answer).problem for reply in replies]
     assert problems[0] == ""
     assert "out of memory" in problems[1]
     assert [drafter._caches["r"].cached for _, drafter in ranks] == [0, 0]

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from specactor.errors import WeightSyncError
-from specactor.weights_sync import memory, mirrors, pulls, push, receiver
+from specactor.weights_sync import memory, mirrors, pulls, receiver, sender
 from specactor.weights_sync.memory import LOCKED_BYTES, SharedBuffer, open_address
 from tests.weights_sync.hosts_job import SIZE, Job
 
@@ -40,7 +40,7 @@ def failing(rank: int, error: Exception, real: Callable[..., Any], good: int = 0
 
 
 @pytest.mark.parametrize("error", [LOCK, FULL])
-@pytest.mark.parametrize("where", [mirrors, push])
+@pytest.mark.parametrize("where", [mirrors, sender])
 def test_a_rank_without_memory_for_a_bucket_fails_the_push_on_all(job: Job, error: Exception, where: Any) -> None:
     before = [engine.model.holds() for engine in job.engines.values()]
     job.senders = job.new_senders()

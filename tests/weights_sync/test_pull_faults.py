@@ -19,7 +19,7 @@ from specactor.errors import EngineError, WeightSyncError
 from specactor.weights_sync import pulls, receiver
 from specactor.weights_sync.digest import copy_and_digest, digest_spans
 from specactor.weights_sync.memory import SharedBuffer
-from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, PLAN, PULL, Holding, PullReply
+from specactor.weights_sync.messages import CHECK, COMMIT, LOAD, PLAN, PULL, Answer, Holding
 from specactor.weights_sync.plan import Block, Held, Span
 from specactor.weights_sync.receiver import Receiver
 from specactor.weights_sync.sender import WeightSender
@@ -170,7 +170,7 @@ class Job:
         return mock.patch.object(self.engine, "answer", side_effect=lambda _: self.engine.stale)
 
     def answer_cut(self) -> AbstractContextManager[Any]:
-        return mock.patch.object(self.engine, "answer", return_value=msgspec.msgpack.encode(PullReply()))
+        return mock.patch.object(self.engine, "answer", return_value=msgspec.msgpack.encode(Answer()))
 
     def error_at_the_end(self) -> AbstractContextManager[Any]:
         return mock.patch.object(self.engine, "answer", side_effect=EngineError("engine 0: the pipe broke"))

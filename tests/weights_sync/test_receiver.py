@@ -14,7 +14,7 @@ from specactor.weights_sync import receiver as receiver_module
 from specactor.weights_sync.buckets import Slot, aligned
 from specactor.weights_sync.digest import digest
 from specactor.weights_sync.memory import SharedBuffer
-from specactor.weights_sync.messages import Bucket, CheckReply, Commit, Round
+from specactor.weights_sync.messages import Answer, Bucket
 from specactor.weights_sync.receiver import Receiver, _same_bits
 
 Loader = Callable[[torch.nn.Parameter, str, torch.Tensor], None]
@@ -105,28 +105,26 @@ def bucket() -> Iterator[tuple[SharedBuffer, Bucket, list[torch.Tensor]]]:
 
 
 def problem(reply: bytes) -> str:
-    return msgspec.msgpack.decode(reply, type=CheckReply).problem
+    return msgspec.msgpack.decode(reply, type=Answer).problem
 
 
-def message(bucket: Bucket, *, checked: bool = False) -> bytes:
-    return msgspec.msgpack.encode(Round(buckets=(bucket,), checked=checked))
+def message(bucket: Bucket) -> bytes:
+    return msgspec.msgpack.encode((bucket,))
 
 
-COMMIT = msgspec.msgpack.encode(Commit(version=3))
+COMMIT = msgspec.msgpack.encode(3)
 
 
-@pytest.mark.parametrize("checked", [False, True])
-def test_what_was_sent_is_in_the_model(bucket: tuple[SharedBuffer, Bucket, list[torch.Tensor]], checked: bool) -> None:
+def test_what_was_sent_is_in_the_model(bucket: tuple[SharedBuffer, Bucket, list[torch.Tensor]]) -> None:
     rank, receiver = Rank(right), Receiver()
     assert problem(receiver.check(rank, message(bucket[1]))) == ""
     assert not rank.model.get_parameter("experts").any()
-    assert problem(receiver.load(rank, message(bucket[1], checked=checked))) == ""
+    assert problem(receiver.load(rank, message(bucket[1]))) == ""
     assert problem(receiver.commit(rank, COMMIT)) == ""
     assert torch.equal(rank.model.get_parameter("experts"), torch.stack(bucket[2]))
     assert rank.flushed == 1
 
 
-@pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize(
     ("loader", "expected"),
     [
@@ -140,10 +138,10 @@ def test_what_was_sent_is_in_the_model(bucket: tuple[SharedBuffer, Bucket, list[
     ],
 )
 def test_a_wrong_loader_is_noticed(
-    bucket: tuple[SharedBuffer, Bucket, list[torch.Tensor]], loader: Loader, expected: str, checked: bool
+    bucket: tuple[SharedBuffer, Bucket, list[torch.Tensor]], loader: Loader, expected: str
 ) -> None:
     rank, receiver = Rank(loader), Receiver()
-    found = problem(receiver.load(rank, message(bucket[1], checked=checked)))
+    found = problem(receiver.load(rank, message(bucket[1])))
     assert expected in (found or problem(receiver.commit(rank, COMMIT)))
 
 
@@ -192,7 +190,7 @@ def test_an_update_that_was_broken_off_does_not_count_for_the_next(
     assert problem(receiver.load(rank, message(bucket[1]))) == ""
     later = Bucket(version=4, address=bucket[1].address, slots=bucket[1].slots[:1])
     assert problem(receiver.load(rank, message(later))) == ""
-    assert "15 of 60" in problem(receiver.commit(rank, msgspec.msgpack.encode(Commit(version=4))))
+    assert "15 of 60" in problem(receiver.commit(rank, msgspec.msgpack.encode(4)))
 
 
 class Elsewhere(torch.Tensor):

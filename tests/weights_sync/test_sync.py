@@ -135,7 +135,7 @@ def test_the_comparison_sees_two_experts_in_each_others_place(results: dict[int,
     [
         ("missing", "elements: the trainer sent too little"),
         ("shape", VICTIM),
-        ("flip while loading", "changed while it was loaded"),
+        ("flip while loading", "arrived with a wrong digest"),
         pytest.param("killed", "engine 0", marks=pytest.mark.deep),
         ("timeout", "engine 0"),
     ],

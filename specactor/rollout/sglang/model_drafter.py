@@ -19,7 +19,7 @@ from specactor.rollout.sglang.draft_runner import DraftRunner, DraftText, Sequen
 from specactor.rollout.sglang.head_runner import HeadRunner, MtpRunner, TargetStates
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.weights_sync import draft_push
-from specactor.weights_sync.messages import CheckReply, DraftWeights
+from specactor.weights_sync.messages import Answer, DraftWeights
 
 
 class ModelDrafter(Drafter):
@@ -117,7 +117,7 @@ def load_weights(rank: Any, payload: bytes) -> bytes:
 
 
 def _reply(problem: str) -> bytes:
-    return msgspec.msgpack.encode(CheckReply(problem=problem))
+    return msgspec.msgpack.encode(Answer(problem=problem))
 
 
 def _model(rank: Any) -> torch.nn.Module:

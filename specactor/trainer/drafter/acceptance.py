@@ -17,8 +17,8 @@ from torch import Tensor
 from specactor.trainer.drafter import head_training, losses
 from specactor.trainer.drafter.buffer import TopK, TrainingExample
 from specactor.trainer.drafter.head import Head
-from specactor.trainer.drafter.states import STATES
-from specactor.trainer.drafter.top_k import vocab_parallel_top_k
+from specactor.trainer.drafter.recorder import STATES
+from specactor.trainer.logprobs import vocab_parallel_top_k
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,26 +58,6 @@ def example_from(
     )
 
 
-def checked(example: TrainingExample) -> TrainingExample:
-    """Return the argument. Raises DataError for an unusable example."""
-    if not 1 <= example.prompt_len < len(example.token_ids):
-        raise DataError(
-            f"example: got a prompt of {example.prompt_len} in {len(example.token_ids)} tokens, expected at least one "
-            "token of each, prompt and response. Leave out responses without tokens."
-        )
-    if not example.temperature > 0:
-        raise DataError(f"example: got temperature {example.temperature}, expected > 0. Leave greedy responses out.")
-    top_k = example.top_k
-    if top_k is not None and not (
-        len(top_k.tokens) == len(top_k.logprobs) == example.response_len and top_k.tokens.shape == top_k.logprobs.shape
-    ):
-        raise DataError(
-            f"example: got top-k tokens of shape {top_k.tokens.shape} with log-probabilities of shape "
-            f"{top_k.logprobs.shape}, expected one row for each of {example.response_len} response tokens."
-        )
-    return example
-
-
 def cut(example: TrainingExample, num_tokens: int) -> TrainingExample:
     """Keep the prompt, and the response's first tokens."""
     top_k, kept = example.top_k, num_tokens - example.prompt_len
@@ -109,24 +89,19 @@ class DraftBuffer:
     def num_tokens(self) -> int:
         return sum(len(example.token_ids) for example in self._examples)
 
-    def fitting(self, examples: Sequence[TrainingExample]) -> tuple[list[TrainingExample], int]:
-        """Return (the examples as kept, how many were cut), and count those left out. Raises as `checked`."""
-        fit: list[TrainingExample] = []
+    def add(self, examples: Sequence[TrainingExample]) -> int:
+        """Add what fits of the examples, and count what is left out; the oldest leave. Return how many were cut."""
         num_cut = 0
-        for example in map(checked, examples):
+        for example in examples:
             if len(example.token_ids) <= self._longest:
-                fit.append(example)
+                self._examples.append(example)
             elif example.prompt_len < self._longest:
-                fit.append(cut(example, self._longest))
+                self._examples.append(cut(example, self._longest))
                 num_cut += 1
             else:
                 self.too_long += 1
-        return fit, num_cut
-
-    def add(self, examples: Sequence[TrainingExample]) -> None:
-        """Add what fits of the examples; the oldest leave. Raises as `checked`."""
-        self._examples += self.fitting(examples)[0]
         self._evict()
+        return num_cut
 
     def take(self) -> list[TrainingExample]:
         """Return all examples, and forget them."""

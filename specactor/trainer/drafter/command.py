@@ -27,8 +27,8 @@ from specactor.trainer.drafter import acceptance, init
 from specactor.trainer.drafter.buffer import TrainingExample, example_of, read_rollouts
 from specactor.trainer.drafter.head import Head
 from specactor.trainer.drafter.head_training import HeadTrainer
-from specactor.trainer.drafter.states import MAX_BYTES, STATES
-from specactor.trainer.drafter.train import Deadline, DrafterTrainer, RefreshStats
+from specactor.trainer.drafter.recorder import MAX_BYTES, STATES
+from specactor.trainer.drafter.train import DrafterTrainer, RefreshStats
 
 PROG = "specactor drafter"
 HELD_OUT = 8  # of one set of rollouts `train` leaves out every 8th response, and `eval` takes just these
@@ -214,18 +214,18 @@ def learn(
             "more tokens than the shortest prompt",
             "Raise both to the tokens of a prompt with its response.",
         )
-    deadline = Deadline(time.perf_counter, limit_s, expected_s=0.0, group=group, device=trainer.device)
+    start_s = time.perf_counter()
     if once:  # of what fits the buffer alone
         examples_with_top_k = acceptance.with_top_k(
             target,
             trainer.buffer.take(),
             top_k=settings.top_k,
             layers=layers,
-            go_on=lambda: not deadline.is_over(),
+            go_on=lambda: not trainer.on_any_rank(time.perf_counter() - start_s > limit_s),
         )
         trainer.buffer.add(examples_with_top_k)
     return trainer.refresh(
-        limit_s=limit_s - deadline.elapsed_s(),
+        limit_s=limit_s - (time.perf_counter() - start_s),
         clock=time.perf_counter,
         max_updates=updates,
         rate_of=partial(_falling_rate, settings, updates) if updates else None,

@@ -19,7 +19,7 @@ from specactor.config.rules import rules_of
 from specactor.config.train import HEAD_STEPS
 from specactor.trainer.drafter import losses
 from specactor.trainer.drafter.head import Head, features_of
-from specactor.trainer.drafter.top_k import SURELY_NOT
+from specactor.trainer.drafter.recorder import SURELY_NOT
 from specactor.trainer.drafter.train import DrafterTrainer
 from specactor.trainer.drafter.updates import PlainUpdater
 

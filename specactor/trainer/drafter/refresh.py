@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,43 +27,27 @@ from specactor.trainer.drafter import init
 from specactor.trainer.drafter.buffer import TopK, example_from
 from specactor.trainer.drafter.head import Head
 from specactor.trainer.drafter.head_training import HeadTrainer
-from specactor.trainer.drafter.top_k import TopKRecorder
+from specactor.trainer.drafter.recorder import Recorder
 from specactor.trainer.drafter.train import Clock, DrafterTrainer, RefreshStats
 from specactor.types import TrainSequence
 from specactor.weights_sync.draft_push import DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import DraftWeights
-from specactor.weights_sync.push import TIMEOUT_S
+from specactor.weights_sync.sender import TIMEOUT_S
 
 FOLDER = "drafter"  # in a checkpoint
 
 
-@dataclass(kw_only=True)
-class TimeAccount:
-    """What a refresh takes beyond its share is taken off the next ones."""
-
-    push_s: float = 0.0
-    """Of the last push; halved by every refresh without one, or a slow push would leave no time for another, ever."""
-    owed_s: float = 0.0
-
-    def limit_s(self, share_s: float, spent_s: float) -> float:
-        """Return the seconds left to learn in, of this refresh's share less `spent_s`."""
-        return max(0.0, share_s - spent_s - self.push_s - self.owed_s)
-
-    def ended(self, share_s: float, took_s: float) -> None:
-        """At most half a share is owed, so that a slow refresh stops no others."""
-        self.owed_s = min(share_s / 2, max(0.0, self.owed_s + took_s - share_s))
-
-
 class Distillation:
     """A refresh that fails leaves the weights there are; whoever refuses a push is asked again. Only
-    torch.OutOfMemoryError ends the run, since others wait for that rank. Refreshes keep to their share of the steps."""
+    torch.OutOfMemoryError ends the run, since others wait for that rank. Refreshes and pushes together keep to their
+    share of the steps: what one takes beyond it the next ones lack."""
 
     def __init__(
         self,
         config: Config,
         collective: Collective,
         *,
-        recorder_of: Callable[[Sequence[int]], TopKRecorder | None],
+        recorder_of: Callable[[Sequence[int]], Recorder | None],
         policy: Any,
         engines: Callable[[], Sequence[Engine]],
         processes: DrafterPool,
@@ -87,8 +70,7 @@ class Distillation:
         self._note, self._clock = note, clock
         self._held: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
         """Versions that engines took; others hold version 0."""
-        self._account = TimeAccount()
-        self._unpushed: tuple[float, float] | None = None  # share and seconds of a refresh without a push
+        self._left_s = 0.0  # of the last refresh's share; below 0: owed by the next ones
         init.quiet()
         model = collective.together("draft model", lambda: init.read_fitting(self._folder, policy, device))
         group = dist.group.WORLD if collective.world > 1 else None
@@ -105,11 +87,11 @@ class Distillation:
         """Remember an RL step, and learn unless it is the last; return metrics. Collective. `version` is of the policy
         that sampled `sequences`, `step_s` this rank's."""
         began_s, num_cut = self._clock(), self._remember(sequences, version)
-        share_s = max(0.0, step_s) * self.config.refresh
-        limit_s = self._account.limit_s(share_s, self._clock() - began_s)
+        self._left_s = min(0.0, self._left_s) + max(0.0, step_s) * self.config.refresh
+        limit_s = max(0.0, self._left_s - (self._clock() - began_s))
         limit_s = self._collective.gather(limit_s, float)[0]  # ranks have clocks of their own
         stats, failed = self._learn(limit_s) if limit_s and not is_last else (None, False)
-        self._unpushed = share_s, self._clock() - began_s
+        self._left_s -= self._clock() - began_s
         num_tokens = self.drafter.buffer.num_tokens
         if isinstance(self.drafter, HeadTrainer):
             self.drafter.buffer.take()  # hidden states of older policies are not worth their memory
@@ -129,7 +111,6 @@ class Distillation:
         behind = [engine for engine in self._engines() if self._held.get(engine, 0) < version]
         wanting = bool(behind) or self._processes.want(version)
         metrics: dict[str, float] = {"drafter/refused": 0, "drafter/pushed_bytes": 0}
-        in_vain_s = 0.0  # waited for those who did not answer
         if self._collective.any(wanting) and self._is_sound():
             weights = self._packed
             assert weights is not None, "weights that are finite are packed"
@@ -147,14 +128,8 @@ class Distillation:
             for problem in problems:
                 self._note(f"draft model, version {version}: {problem}. It goes on with the weights that it has.")
             metrics = {"drafter/refused": len(problems), "drafter/pushed_bytes": num_bytes(weights)}
-            self._account.push_s = packed_s - began_s + max(spent_s for _, spent_s in ranks)
-            in_vain_s = self._clock() - began_s - self._account.push_s
-        if self._unpushed is not None:
-            share_s, learned_s = self._unpushed
-            if not metrics["drafter/pushed_bytes"]:
-                self._account.push_s /= 2
-            self._account.ended(share_s, learned_s + self._clock() - began_s - in_vain_s)
-            self._unpushed = None
+            # without the wait for who did not answer: it would leave no time to learn in
+            self._left_s -= packed_s - began_s + max(spent_s for _, spent_s in ranks)
         return metrics | {"drafter/oldest_version": self._oldest()}
 
     def save(self, folder: Path) -> None:
@@ -191,10 +166,10 @@ class Distillation:
                 self._packed = None
 
     def state(self) -> dict[str, Any]:
-        return asdict(self._account)
+        return {"left_s": min(0.0, self._left_s)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._account = TimeAccount(push_s=state["push_s"], owed_s=state["owed_s"])
+        self._left_s = state.get("left_s", 0.0)
 
     def export(self, folder: Path) -> bool:
         """Write in Hugging Face format if weights are finite; return whether they were. Collective. Raises
@@ -216,22 +191,19 @@ class Distillation:
 
     def _remember(self, sequences: Sequence[TrainSequence], version: int) -> int:
         """Return how many responses were cut."""
-        known: Sequence[TopK | None] = [None] * len(sequences)
-        states: Sequence[Tensor | None] = [None] * len(sequences)
+        known: Sequence[tuple[TopK | None, Tensor | None]] = [(None, None)] * len(sequences)
         if self.recorder is not None:
             known = self.recorder.take(sequences)
-            states = states if self.recorder.states is None else self.recorder.states.take(sequences)
         for_head = isinstance(self.drafter, HeadTrainer)
         buffer = self.drafter.buffer
         before = buffer.too_long
-        examples, num_cut = buffer.fitting(
+        num_cut = buffer.add(
             [
                 example_from(sequence, top_k, version=version, temperature=self._temperature, states=of_policy)
-                for sequence, top_k, of_policy in zip(sequences, known, states, strict=True)
+                for sequence, (top_k, of_policy) in zip(sequences, known, strict=True)
                 if sequence.response_len and not (for_head and of_policy is None)
             ]
         )
-        buffer.add(examples)
         if buffer.too_long and not before:
             self._note(
                 f"draft model: responses to prompts of {self.config.tokens_per_microbatch} tokens or more are not "
@@ -241,22 +213,12 @@ class Distillation:
 
     def _learn(self, limit_s: float) -> tuple[RefreshStats | None, bool]:
         """Return (statistics, whether it failed)."""
-        tokens = self.drafter.tokens_per_update
         with self._on_device():
             try:
-                stats = self.drafter.refresh(limit_s=limit_s, clock=self._clock)
+                return self.drafter.refresh(limit_s=limit_s, clock=self._clock), False
             except SpecActorError as error:  # on every rank alike, since what went wrong is a sum over ranks
                 self._note(str(error))
-                stats = None
-        if stats is None:
-            return None, True
-        if self.drafter.tokens_per_update < tokens:
-            self._note(
-                f"draft model: no update of {tokens} tokens fitted {limit_s:.3g} s; the next draws "
-                f"{self.drafter.tokens_per_update}. Lower distillation.tokens_per_update, or raise "
-                "distillation.refresh."
-            )
-        return stats, False
+        return None, True
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:

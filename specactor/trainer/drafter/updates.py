@@ -37,8 +37,6 @@ def diverged(what: str, value: float) -> SpecActorError:
 class PlainUpdater:
     """DistributedDataParallel over `group`."""
 
-    can_abandon = True  # whether the clock is looked at between micro-batches, or between updates
-
     def __init__(self, model: nn.Module, config: DistillationConfig, group: dist.ProcessGroup | None) -> None:
         self._model, self._group = model, group
         self.device = next(model.parameters()).device
@@ -111,9 +109,6 @@ class PlainUpdater:
             raise diverged("gradient norm", norm)
         return norm
 
-    def abandon(self) -> None:
-        self._adam.zero_grad(set_to_none=True)
-
     def kept(self) -> Callable[[], None]:
         """Return a function that brings weights and optimizer back."""
 
@@ -129,7 +124,7 @@ class PlainUpdater:
         self._on_host = False
 
         def restore() -> None:
-            self.abandon()
+            self._adam.zero_grad(set_to_none=True)
             with torch.no_grad():
                 for parameter, value in zip(self._parameters.values(), weights, strict=True):
                     parameter.copy_(value)
@@ -178,8 +173,6 @@ OPTIMIZER = "optimizer.safetensors"
 class ZeroUpdater:
     """DeepSpeed's engine."""
 
-    can_abandon = False
-
     def __init__(self, model: nn.Module, config: DistillationConfig, device: torch.device) -> None:
         self._model = model
         deepspeed = _deepspeed(device)
@@ -218,9 +211,6 @@ class ZeroUpdater:
         if not math.isfinite(norm):
             raise diverged("gradient norm", norm)
         return norm
-
-    def abandon(self) -> None:
-        raise NotImplementedError("an update under ZeRO is made whole")
 
     def kept(self) -> Callable[[], None]:
         return lambda: None  # its master weights are DeepSpeed's, in parts

@@ -23,13 +23,12 @@ UPDATES = 4
 
 def learned(
     target: Path, head: Path, rollouts: Path, tokens: int, group: dist.ProcessGroup | None = None
-) -> tuple[list[float], int]:
-    """Return the losses, and the micro-batches of this rank."""
+) -> list[float]:
     policy = init.read_model(target)
     examples = [replace(example_of(line), temperature=0.7) for line in read_rollouts([rollouts])]
     model, settings = init.read_draft(head, policy), replace(SETTINGS, tokens_per_update=tokens)
     stats = command.learn(policy, model, examples, settings, seed=0, limit_s=1e9, updates=UPDATES, group=group)
-    return list(stats.losses), stats.micro_steps
+    return list(stats.losses)
 
 
 def main(

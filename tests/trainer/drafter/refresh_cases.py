@@ -16,7 +16,7 @@ from specactor.parallel.collective import Collective
 from specactor.trainer.drafter.refresh import Distillation
 from specactor.weights_sync import draft_push
 from specactor.weights_sync.draft_push import LOAD
-from specactor.weights_sync.messages import CheckReply, DraftWeights
+from specactor.weights_sync.messages import Answer, DraftWeights
 from tests.trainer import policy_cases
 from tests.trainer.drafter import cases
 from tests.trainer.drafter.policy_cases import SEQUENCES
@@ -49,7 +49,7 @@ class Engine:
         problem = self.refuses or (draft_push.load(self.held, weights) if name == LOAD else "")
         if name == LOAD and not problem:
             self.versions.append(weights.draft_version)
-        return [msgspec.msgpack.encode(CheckReply(problem=problem))]
+        return [msgspec.msgpack.encode(Answer(problem=problem))]
 
     def kill(self) -> None:
         raise AssertionError("a draft model is no reason to")

@@ -227,11 +227,10 @@ def test_two_ranks_make_the_head_that_one_makes(
     files = (targets["moe"], made(targets["moe"], tmp_path / "head"), rollouts)
     run_ranks("learn_rank", 2, tmp_path / "store", *files, tmp_path, tokens)
     first, second = (json.loads((tmp_path / f"learned{rank}.json").read_text()) for rank in range(2))
-    losses_alone, micro_steps_alone = learn_rank.learned(*files, tokens)
-    assert first[0] == second[0] == pytest.approx(losses_alone, rel=1e-4)
+    losses_alone = learn_rank.learned(*files, tokens)
+    assert first == second == pytest.approx(losses_alone, rel=1e-4)
     if tokens > 1:
         assert losses_alone[-1] < 0.99 * losses_alone[0], "it learns"
-        assert first[1] == second[1] < micro_steps_alone, "they share the work"
 
 
 def test_by_depth_a_verify_ends_where_that_depth_disagrees() -> None:

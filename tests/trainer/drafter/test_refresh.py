@@ -23,7 +23,7 @@ from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.trainer import checkpoint
-from specactor.trainer.drafter.refresh import FOLDER, Distillation, TimeAccount, left_behind
+from specactor.trainer.drafter.refresh import FOLDER, Distillation, left_behind
 from specactor.trainer.drafter.train import DrafterTrainer
 from specactor.trainer.drafter.updates import PlainUpdater, diverged
 from specactor.types import TrainSequence
@@ -139,42 +139,24 @@ def test_a_refresh_that_fails_is_said_and_the_run_goes_on(world: World) -> None:
     assert world.engines[0].versions == []
 
 
-def test_time_is_bounded_by_a_share_of_the_step_less_the_last_push(world: World) -> None:
-    metrics = world.step(1, seconds=100.0)
-    assert metrics["time/refresh_limit_s"] == pytest.approx(3.0)
-    world.it._account.push_s = 2.0
-    assert world.step(2, seconds=100.0)["time/refresh_limit_s"] == pytest.approx(1.0)
-    world.it._account.push_s = 4.0
-    metrics = world.step(3, seconds=100.0)
-    assert (metrics["drafter/refreshed"], metrics["drafter/version"]) == (0, 2)
-    assert metrics["time/refresh_limit_s"] == 0
+def test_what_a_refresh_and_its_push_take_beyond_their_share_the_next_ones_lack(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 s steps grant 3 s; learning takes 1 s, of a clock that stands still else, and each push as many as here."""
+    pushes, renew, gradients = iter([1.0, 3.0, 8.0, 0.0, 0.0]), world.processes.renew, world.it.drafter._gradients
 
+    def slow(weights: DraftWeights) -> tuple[list[str], float]:
+        return renew(weights)[0], next(pushes)
 
-def test_what_a_refresh_takes_beyond_its_share_is_owed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four seconds of a clock that stands still else, in its push: where does not matter."""
-    save = world.it._is_sound
+    def learning() -> dict[str, float]:
+        world.now_s += 1.0 / UPDATES
+        return gradients()
 
-    def slow() -> bool:
-        world.now_s += 4.0
-        return save()
-
-    monkeypatch.setattr(world.it, "_is_sound", slow)
-    world.step(1, seconds=100.0)
-    monkeypatch.undo()
-    world.it._account.push_s = 0.0
-    assert world.step(2, seconds=100.0)["time/refresh_limit_s"] == pytest.approx(2.0)
-    assert world.step(3, seconds=100.0)["time/refresh_limit_s"] == pytest.approx(3.0)
-
-
-def test_refreshes_keep_to_their_share_in_the_long_run() -> None:
-    """Each spends 0.4 s beside learning, which nobody foresaw; one is held up for 20 s."""
-    account, took = TimeAccount(push_s=0.2), []
-    for number in range(100):
-        took.append(account.limit_s(3.0, 0.1) + 0.3 + 0.4 + (20.0 if number == 50 else 0.0))
-        account.ended(3.0, took[-1])
-    assert sum(took[:50]) <= 50 * 3.0 + 0.5
-    assert took[51] > 1.0, "the others go on"
-    assert sum(took[51:]) <= 49 * 3.0 + 0.5
+    monkeypatch.setattr(world.processes, "renew", slow)
+    monkeypatch.setattr(world.it.drafter, "_gradients", learning)
+    found = [world.step(number, seconds=100.0) for number in range(1, 8)]
+    assert [of["time/refresh_limit_s"] for of in found] == pytest.approx([3.0, 3.0, 2.0, 0.0, 0.0, 2.0, 3.0])
+    assert [of["drafter/refreshed"] for of in found] == [1, 1, 1, 0, 0, 1, 1]
 
 
 def test_nothing_is_learned_where_no_rollout_is_left(world: World) -> None:
@@ -298,20 +280,6 @@ def test_a_draft_model_of_another_vocabulary_is_refused(collective: Collective, 
         )
 
 
-def test_one_slow_push_does_not_end_all_refreshes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """60 s steps grant 1.8 s; a push of 2 s leaves nothing of it."""
-    renew = world.processes.renew
-
-    def slow(weights: DraftWeights) -> tuple[list[str], float]:
-        world.now_s += 2.0
-        return renew(weights)[0], 2.0
-
-    monkeypatch.setattr(world.processes, "renew", slow)
-    found = [world.step(number, seconds=60.0) for number in range(1, 6)]
-    assert [of["drafter/refreshed"] for of in found] == [1, 0, 1, 0, 1]
-    assert [of["time/refresh_limit_s"] for of in found] == pytest.approx([1.8, 0.0, 0.8, 0.0, 0.8])
-
-
 def test_a_drafter_process_that_hangs_ends_no_refresh(
     world: World, make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,20 +302,6 @@ def test_a_drafter_process_that_hangs_ends_no_refresh(
         assert world.engines[0].versions == [1, 2]
         wait_until(lambda: pool.want(3))
         assert world.step(3, seconds=1000.0)["drafter/oldest_version"] == 3
-
-
-def test_the_first_half_of_an_update_that_never_fits_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = world.it.drafter._loss
-
-    def slow(batch: Any) -> Any:
-        world.now_s += 1.0
-        return loss(batch)
-
-    monkeypatch.setattr(world.it.drafter, "_loss", slow)
-    metrics = world.step(1, seconds=40.0)
-    assert metrics["drafter/refreshed"] == 0
-    [note] = world.notes
-    assert "no update of 120 tokens fitted 1.2 s; the next draws 60" in note
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specactor.trainer.drafter import top_k as module
-from specactor.trainer.drafter.top_k import TopKRecorder, vocab_parallel_top_k
+from specactor.trainer import logprobs as module
+from specactor.trainer.drafter.recorder import Recorder
+from specactor.trainer.logprobs import vocab_parallel_top_k
 from specactor.types import TrainSequence
 from tests.lib.ranks import run_beside
 
@@ -81,7 +82,7 @@ def test_the_recorder_sees_micro_batches_on_their_way() -> None:
         seen.append(logits_1TV)
         return logits_1TV.sum(), {}
 
-    recorder = TopKRecorder(2, temperature=0.7, vocab_size=6, device=torch.device("cpu"), group=None)
+    recorder = Recorder(2, temperature=0.7, vocab_size=6, device=torch.device("cpu"), group=None)
     observed = recorder.around(objective)
     second = logits_TV[None, 4:].clone().requires_grad_()
     loss, _ = observed(FakeBatch(torch.tensor([1, 2]), torch.tensor([3, 4])), second)  # type: ignore[arg-type]
@@ -91,7 +92,7 @@ def test_the_recorder_sees_micro_batches_on_their_way() -> None:
     assert torch.equal(second.grad, torch.ones_like(second)), "the loss is not touched"  # type: ignore[arg-type]
     sequences = [TrainSequence(token_ids=tuple(range(1 + n)), prompt_len=1) for n in (3, 2)]
     recorder.updated(sequences)
-    known = recorder.take(sequences)
+    known = [top_k for top_k, _ in recorder.take(sequences)]
     rows = torch.cat([logits_TV[:3], logits_TV[5:7]])
     want = (rows / 0.7).log_softmax(-1).topk(2)
     assert np.concatenate([of.tokens for of in known]).tolist() == want.indices.tolist()
@@ -100,18 +101,18 @@ def test_the_recorder_sees_micro_batches_on_their_way() -> None:
     np.testing.assert_allclose(got, want.values.numpy(), rtol=1e-3, atol=1e-3)
     assert [len(of.tokens) for of in known] == [3, 2]
     recorder.updated(sequences)
-    assert not np.concatenate([of.tokens for of in recorder.take(sequences)]).any(), "it is empty again"
+    assert not np.concatenate([of.tokens for of, _ in recorder.take(sequences)]).any(), "it is empty again"
 
 
 def test_what_an_environment_said_is_certain() -> None:
     """No policy has a distribution there: the token itself has all of the probability."""
     logits_TV = case(8, 6, 2, seed=5)["logits"]
-    recorder = TopKRecorder(3, temperature=1.0, vocab_size=6, device=torch.device("cpu"), group=None)
+    recorder = Recorder(3, temperature=1.0, vocab_size=6, device=torch.device("cpu"), group=None)
     observed = recorder.around(lambda batch, logits_1TV: (logits_1TV.sum(), {}))
     observed(FakeBatch(torch.tensor([0, 3]), torch.tensor([0, 3])), logits_TV[None, :4])  # type: ignore[arg-type]
     sequence = TrainSequence(token_ids=(1, 2, 5, 0, 4), prompt_len=1, loss_mask=(True, False, False, True))
     recorder.updated([sequence])
-    [known] = recorder.take([sequence])
+    [(known, _)] = recorder.take([sequence])
     want = logits_TV[[0, 3]].log_softmax(-1).topk(3)
     assert known.tokens[[0, 3]].tolist() == want.indices.tolist()
     assert known.tokens[[1, 2], 0].tolist() == [5, 0]

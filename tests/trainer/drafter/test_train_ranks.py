@@ -91,9 +91,7 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     assert_same_training(results, folder)
     assert_divisions_are_told_apart(results, 0)
     assert results[0]["finite"] == results[1]["finite"] == [True, False]
-    for key in ("micro_steps", "stopped", "losses"):
-        assert results[0]["bounded"][key] == results[1]["bounded"][key], "ranks stop together"
-    assert results[0]["bounded"]["stopped"] == "time"
+    assert results[0]["bounded"]["losses"] == results[1]["bounded"]["losses"] != [], "ranks stop together"
     assert [result["replica"] for result in results] == [True, True]
     adam = load_file(folder / OPTIMIZER)
     assert len(adam) == 3 * len(expected_weights())

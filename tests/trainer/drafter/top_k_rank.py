@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from specactor.trainer.drafter.top_k import vocab_parallel_top_k
+from specactor.trainer.logprobs import vocab_parallel_top_k
 
 
 def main(rank: int, world: int, store: str, source: str, target: str) -> None:

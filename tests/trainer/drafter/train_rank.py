@@ -1,7 +1,6 @@
 """One rank of the tests of the drafter trainer: rank, world, folder, and as JSON the cases, each (stage, offload).
 
-Writes into a folder of each case's name losses, counts of micro-batches under a clock that differs between ranks, and
-the final weights.
+Writes into a folder of each case's name losses, also under a clock that differs between ranks, and the final weights.
 """
 
 from __future__ import annotations
@@ -51,10 +50,8 @@ def said(stats: RefreshStats) -> dict[str, object]:
     return {
         "losses": stats.losses,
         "tokens": stats.tokens,
-        "micro_steps": stats.micro_steps,
         "overlap": stats.overlap,
         "grad_norm": stats.grad_norm,
-        "stopped": stats.stopped,
     }
 
 

@@ -1,0 +1,168 @@
+"""What a draft model learns from, taken out of the policy's own update: the top-k log-probabilities, and for an EAGLE-3
+head hidden states.
+
+Shapes: T positions of a micro-batch on this rank, R response positions, K top-k, S tokens whose states are kept, H
+hidden, F numbers of all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from specactor.trainer.drafter.buffer import TopK
+from specactor.trainer.logprobs import vocab_parallel_top_k
+
+if TYPE_CHECKING:
+    from specactor.trainer.microbatch import MicroBatch
+    from specactor.trainer.model_trainer import Objective, Watch
+    from specactor.types import TrainSequence
+
+SURELY_NOT = -60.0
+"""Log-probability of what is not there: finite, since 0 times -inf is not 0."""
+MAX_BYTES = 256 * 2**20
+"""Of the states of one step, on every rank's host."""
+STATES = torch.bfloat16
+"""Three digits suffice a head, in half of the memory."""
+
+
+class Recorder:
+    """Keeps each sequence's top-k and states from the update that learns from it. Every rank calls it alike."""
+
+    def __init__(
+        self,
+        k: int,
+        *,
+        temperature: float,
+        vocab_size: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        modules: Sequence[Sequence[Any]] = (),
+        hidden_size: int = 0,
+        max_tokens: int = 0,
+        parts: int = 1,
+    ) -> None:
+        """`vocab_size` is of all ranks of `group` (None: this one holds all).
+
+        Args:
+            modules: per layer whose states are kept, at up to `max_tokens` tokens, those of it on this rank.
+            parts: how many ranks of `group` divide positions.
+        """
+        self._k, self._temperature, self._group = k, temperature, group
+        self._vocab_size, self._device = vocab_size, device
+        self._tensor_rank = 0 if group is None else dist.get_rank(group)
+        self._micro_batches: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._known: dict[int, tuple[TopK, Tensor | None]] = {}
+        self._hidden, self._parts = hidden_size, parts
+        self._num_features = len(modules) * hidden_size
+        self._max_tokens = min(max_tokens, MAX_BYTES // max(1, self._num_features * STATES.itemsize))
+        self._chosen: list[int] = []
+        self._row_of: Tensor
+        self._states_SF: Tensor
+        self._rows_T: Tensor | None = None
+        """Of the micro-batch in its forward pass; -1: not kept."""
+        for block, of_layer in enumerate(modules):
+            for module in of_layer:
+                module.register_forward_hook(partial(self._keep, block))
+
+    def around(self, objective: Objective) -> Objective:
+        """Return the objective, which then records its micro-batches."""
+
+        def observed(batch: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            logits_RV = logits_1TV.detach()[0].index_select(0, batch.rows_R)
+            ids, logprobs = vocab_parallel_top_k(logits_RV, self._k, temperature=self._temperature, group=self._group)
+            if self._tensor_rank == 0:  # the others have the same
+                self._micro_batches.append((batch.source_R.cpu(), ids.int().cpu(), logprobs.cpu()))
+            return objective(batch, logits_1TV)
+
+        return observed
+
+    def begin(self, sequences: Sequence[TrainSequence]) -> Watch:
+        """Choose those of an update whose states are kept: long responses first, which rollouts wait for. Return what
+        encloses its forward passes."""
+        if not self._num_features:
+            return nullcontext
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        self._chosen, left = [], self._max_tokens
+        for i in sorted(range(len(sequences)), key=lambda i: (-sequences[i].response_len, i)):
+            if sequences[i].response_len and lengths[i] <= left:
+                self._chosen.append(i)
+                left -= lengths[i]
+        starts = list(accumulate(lengths, initial=0))
+        self._row_of = torch.full((starts[-1],), -1)
+        end = 0
+        for i in self._chosen:
+            self._row_of[starts[i] : starts[i + 1]] = torch.arange(end, end + lengths[i])
+            end += lengths[i]
+        self._states_SF = torch.zeros((end, self._num_features), dtype=STATES)
+        return self._forward
+
+    @contextmanager
+    def _forward(self, batch: MicroBatch) -> Iterator[None]:
+        """Enclose a chunk's forward pass; a repeated one is not kept."""
+        rows_T = self._row_of[batch.text_T.clamp(min=0)].masked_fill(batch.text_T < 0, -1)
+        if self._parts > 1:
+            rows_T = rows_T.chunk(self._parts)[self._tensor_rank]
+        elif self._tensor_rank:  # the first one has the same
+            rows_T = rows_T.new_full(rows_T.shape, -1)
+        self._rows_T = rows_T
+        try:
+            yield
+        finally:
+            self._rows_T = None
+
+    def _keep(self, block: int, _: Any, __: Any, output: Any) -> None:
+        if self._rows_T is None:
+            return
+        hidden_T1H: Tensor = output[0] if isinstance(output, tuple) else output
+        kept = (self._rows_T >= 0).nonzero()[:, 0]
+        states = hidden_T1H.detach()[:, 0].index_select(0, kept.to(hidden_T1H.device)).to("cpu", STATES)
+        self._states_SF[self._rows_T[kept], block * self._hidden : (block + 1) * self._hidden] = states
+
+    def updated(self, sequences: Sequence[TrainSequence]) -> None:
+        """Keep what was recorded of an update's sequences. Collective."""
+        states: dict[int, Tensor] = {}
+        if self._num_features:
+            lengths = [len(sequences[i].token_ids) for i in self._chosen]
+            states = dict(zip(self._chosen, torch.split(self._everywhere(self._states_SF), lengths), strict=True))
+            del self._states_SF, self._row_of
+        for i, (sequence, top_k) in enumerate(zip(sequences, self._top_k(sequences), strict=True)):
+            self._known[id(sequence)] = top_k, states.get(i)
+
+    def _everywhere(self, values: Tensor) -> Tensor:
+        """Return what all ranks have together: each number was seen by one, the others add zero. Collective."""
+        if not dist.is_initialized() or not len(values):
+            return values
+        values = values.to(self._device)
+        dist.all_reduce(values)
+        return values.cpu()
+
+    def _top_k(self, sequences: Sequence[TrainSequence]) -> Iterator[TopK]:
+        sizes = [sequence.response_len for sequence in sequences]
+        width = min(self._k, self._vocab_size)
+        ids = torch.zeros((sum(sizes), width), dtype=torch.int32)
+        logprobs = torch.zeros((sum(sizes), width), dtype=torch.float32)
+        for source_R, ids_RK, logprobs_RK in self._micro_batches:
+            ids[source_R], logprobs[source_R] = ids_RK, logprobs_RK
+        self._micro_batches = []
+        ids, logprobs = self._everywhere(ids), self._everywhere(logprobs)
+        said = ~torch.cat([torch.tensor(s.loss_mask or (True,) * s.response_len).bool() for s in sequences])
+        if said.any():  # by an environment: no policy has a distribution there, and what is said is certain
+            tokens = torch.tensor([token for s in sequences for token in s.token_ids[s.prompt_len :]])
+            ids[said, 0] = tokens[said].to(ids)
+            logprobs[said, 1:] = SURELY_NOT
+        for tokens, values in zip(torch.split(ids, sizes), torch.split(logprobs, sizes), strict=True):
+            yield TopK(tokens=tokens.numpy(), logprobs=values.numpy().astype(np.float16))
+
+    def take(self, sequences: Sequence[TrainSequence]) -> list[tuple[TopK, Tensor | None]]:
+        """Return and forget (the top-k, the states [L, F]; None: not kept) of these very objects."""
+        known, self._known = self._known, {}
+        return [known[id(sequence)] for sequence in sequences]
