@@ -49,7 +49,7 @@ class ModelShape:
                 "model.path",
                 str(model_dir),
                 "a folder with config.json, tiny, or tiny:LAYERS",
-                "Give the folder of a model in Hugging Face format.",
+                "Give the folder of a model in Hugging Face format with --model.path; nothing is downloaded.",
             )
         try:
             raw = json.loads(file.read_text())

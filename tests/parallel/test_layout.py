@@ -192,7 +192,7 @@ def test_shape_of_a_model_folder(tmp_path: Path, experts: str) -> None:
         (
             None,
             "expected a folder with config.json, tiny, or tiny:LAYERS. "
-            "Give the folder of a model in Hugging Face format.",
+            "Give the folder of a model in Hugging Face format with --model.path; nothing is downloaded.",
         ),
         ("{", "expected the config.json of a language model. It has JSONDecodeError"),
         ('{"vocab_size": 3}', "It has KeyError: 'num_hidden_layers'."),
