@@ -218,6 +218,7 @@ class Config:
             "a folder name without '/', and not '.' or '..'",
             "Put the folder above it in --output-dir.",
         )
+        rule("output_dir", bool(self.output_dir), "a folder", "Use . for the one where the run starts.")
         rule("seed", 0 <= self.seed < 2**31, "0..2**31-1", "Choose a non-negative seed.")
 
     def _check_groups(self) -> None:

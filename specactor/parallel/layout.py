@@ -136,7 +136,7 @@ def check(config: Config, world: int, shape: ModelShape) -> Layout:
         "parallel.engines",
         p.engines * p.engine_tensor <= world,
         f"engines x engine_tensor <= {world} ranks",
-        "Engines run on the trainer's own devices: start fewer, or more ranks.",
+        "Engines run on the trainer's own devices: lower --parallel.engines, or start more ranks.",
     )
     layout = Layout(
         world=world,

@@ -120,7 +120,7 @@ def test_layouts_that_work(world: int, parallel: dict[str, int], data: int) -> N
             {"engines": 2, "engine_tensor": 2},
             MOE,
             "parallel.engines: got 2, expected engines x engine_tensor <= 2 ranks. "
-            "Engines run on the trainer's own devices: start fewer, or more ranks.",
+            "Engines run on the trainer's own devices: lower --parallel.engines, or start more ranks.",
         ),
         (
             4,
