@@ -272,7 +272,9 @@ def checkpoints(config: Config, free_bytes: int) -> list[Finding]:
         each = checkpoint_bytes(config)
     except SpecActorError:
         return []
-    together = config.checkpoint.keep + 1  # the oldest is removed when the newest is whole
+    kept = config.checkpoint
+    together = kept.keep + 1  # the oldest is removed when the newest is whole
+    together += config.train.steps // kept.keep_every if kept.keep_every else 0
     low = together * each > free_bytes
     return [
         Finding(
