@@ -12,7 +12,13 @@
 #
 # Start a run on a Slurm cluster, from the repository, with the environment activated:
 #
-#   sbatch --nodes 4 launch/slurm.sh qwen3_30b_a3b --model.path /models/Qwen3-30B-A3B --output-dir /shared/runs
+#   sbatch --nodes 8 launch/slurm.sh qwen3_30b_a3b --model.path /models/Qwen3-30B-A3B \
+#       --rollout.speculation.draft-model /models/Qwen3-0.6B --data.train math_train.jsonl --data.eval math_eval.jsonl \
+#       --output-dir /shared/runs
+#
+# Slurm ends a job at its --time and does not requeue it. For a longer run submit the same command several times, with
+# sbatch --dependency=singleton: each job begins when the one before has ended, and goes on from its last checkpoint.
+# Steps after that one are run again, so checkpoint.every bounds what a time limit or a pre-emption costs.
 #
 # One torchrun per node starts one rank per GPU; the ranks meet at the job's first node (see launch/multi_node.sh).
 # The job id names the meeting, so jobs that share a node do not mix. After a failure the nodes meet again, MAX_RESTARTS

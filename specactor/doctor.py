@@ -9,6 +9,7 @@ import resource
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from specactor.trainer import fusions
 
 GIB = 2**30
 MIN_DISK_BYTES = 2 * GIB  # room for checkpoints and the exported model of a small run
+MIN_SHARED_BYTES = 128 * 2**20  # of /dev/shm, for SGLang and NCCL; weights travel in memory files, which have no mount
 MIN_OPEN_FILES = 2**14  # of a rank among a thousand, which has several sockets for each
 MIN_MEMORY_BYTES = 6 * GIB  # two trainer ranks and one engine of a tiny model
 
@@ -251,13 +253,36 @@ def _optional(devices: Devices) -> list[Finding]:
 
 
 def _places(config: Config | None) -> list[Finding]:
-    buckets = 2 * config.weights_sync.bucket_bytes * config.parallel.engines if config else 128 * 2**20
     folder = _existing(Path(config.output_dir if config else "runs").absolute())
+    disk = room("disk", folder, MIN_DISK_BYTES, "Free some room, or choose another --output-dir.")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        remedy = "Give this user the right to write there, or choose another --output-dir."
+        disk = Finding(component="disk", found=f"{folder} cannot be written to ({error})", fatal=True, remedy=remedy)
+    found = [room("shared memory", Path("/dev/shm"), MIN_SHARED_BYTES, "Enlarge it (docker run --shm-size 1g)."), disk]
+    return [*found, *checkpoints(config, shutil.disk_usage(folder).free)] if config else found
+
+
+def checkpoints(config: Config, free_bytes: int) -> list[Finding]:
+    """Compare what a run keeps with the disk; nothing where the model is unknown, which `_recipe` tells."""
+    from specactor.planning.memory import checkpoint_bytes
+
+    try:
+        each = checkpoint_bytes(config)
+    except SpecActorError:
+        return []
+    kept = config.checkpoint
+    together = kept.keep + 1  # the oldest is removed when the newest is whole
+    together += config.train.steps // kept.keep_every if kept.keep_every else 0
+    low = together * each > free_bytes
     return [
-        room(
-            "shared memory", Path("/dev/shm"), buckets, "Enlarge it (docker run --shm-size 1g), or use smaller buckets."
-        ),
-        room("disk", folder, MIN_DISK_BYTES, "Free some room, or choose another --output-dir."),
+        Finding(
+            component="checkpoints",
+            found=f"{together} of {each / GIB:.1f} GiB beside each other (draft models apart)",
+            used="the room that is there: a run ends where it is full" if low else "",
+            remedy="Free some, lower --checkpoint.keep, or choose another --output-dir." if low else "",
+        )
     ]
 
 
@@ -296,8 +321,7 @@ def _recipe(config: Config) -> list[Finding]:
             kind = f"{shape.num_experts} experts" if shape.num_experts else "dense"
             findings.append(Finding(component="model", found=f"{config.model.path}: {shape.num_layers} layers, {kind}"))
         except (ConfigError, OSError, ValueError, KeyError) as error:
-            remedy = "Download a model in Hugging Face format, and give its folder with --model.path."
-            findings.append(Finding(component="model", found=str(error), fatal=True, remedy=remedy))
+            findings.append(_fault("model", error))
     else:
         findings.append(Finding(component="model", found="a tiny model, made on the spot"))
     try:

@@ -85,6 +85,41 @@ USUAL_NAMES = {
     "test_freq": "eval.every",
     "eval_interval": "eval.every",
     "experiment_name": "name",
+    "tensor_model_parallel_size": "parallel.tensor",
+    "max_tokens_per_gpu": "train.tokens_per_microbatch",
+    "ppo_max_token_len_per_gpu": "train.tokens_per_microbatch",
+    "ppo_mini_batch_size": "train.updates_per_step",
+    "num_steps_per_rollout": "train.updates_per_step",
+    "lr_warmup_steps": "train.warmup_steps",
+    "lr_warmup_iters": "train.warmup_steps",
+    "lr_decay_style": "train.schedule",
+    "clip_grad": "train.grad_clip",
+    "over_sampling_batch_size": "rollout.oversample",
+    "n_samples_per_eval_prompt": "eval.samples",
+    "resume_mode": "resume",
+    "max_actor_ckpt_to_keep": "checkpoint.keep",
+    "save_retain_interval": "checkpoint.keep_every",
+    "default_local_dir": "output_dir",
+}
+# Those of no field, and what is there instead.
+NO_SETTING = {
+    "entropy_coeff": "There is no entropy bonus.",
+    "entropy_coef": "There is no entropy bonus.",
+    "max_prompt_length": "A prompt has what train.tokens_per_microbatch leaves beside rollout.max_new_tokens.",
+    "rollout_max_prompt_len": "A prompt has what train.tokens_per_microbatch leaves beside rollout.max_new_tokens.",
+    "global_batch_size": "A step's rollout.prompts_per_step groups are split into train.updates_per_step updates.",
+    "micro_batch_size": "Sequences are packed: use --train.tokens-per-microbatch.",
+    "ppo_micro_batch_size_per_gpu": "Sequences are packed: use --train.tokens-per-microbatch.",
+    "use_dynamic_bsz": "Sequences are packed: use --train.tokens-per-microbatch.",
+    "use_dynamic_batch_size": "Sequences are packed: use --train.tokens-per-microbatch.",
+    "nnodes": "That is torchrun's --nnodes.",
+    "n_gpus_per_node": "That is torchrun's --nproc-per-node.",
+    "rm_type": "Each row of data names its verifier.",
+    "custom_rm_path": "Each row of data names its verifier, such as module:function.",
+    "custom_reward_function": "Each row of data names its verifier, such as module:function.",
+    "project_name": "Set WANDB_PROJECT.",
+    "total_epochs": "A run has --train.steps steps, and goes through the data as often as they need.",
+    "num_epoch": "A run has --train.steps steps, and goes through the data as often as they need.",
 }
 
 
@@ -374,6 +409,7 @@ def _unknown_key(token: str, config: Config) -> str:
     hint = (
         f"Did you mean {' or '.join('--' + name.replace('_', '-') for name in nearest)}?" if nearest else "See --help."
     )
+    hint = NO_SETTING.get(key.rpartition(".")[2], hint)
     return f"unknown setting --{key.replace('_', '-')}. {hint}"
 
 

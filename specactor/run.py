@@ -51,7 +51,7 @@ from specactor.rollout.sglang.arguments import check_extra_args
 from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.rollout.speculation.registry import check_drafters
 from specactor.rollout.tail import tail_policy
-from specactor.run_folder import Replay, RunFolder, Status, checkpoint_to_resume
+from specactor.run_folder import Replay, RunFolder, Status, changed_settings, checkpoint_to_resume
 from specactor.run_owner import RunOwner
 from specactor.trainer import checkpoint
 from specactor.trainer.critic import Critic
@@ -126,8 +126,14 @@ def enter_folder(config: Config, folder: RunFolder, owner: RunOwner, collective:
     """Own the run's folder, on rank 0; return the checkpoint to go on from, the same on all ranks. Collective."""
 
     def enter() -> Path | None:
-        owner.claim()
-        return checkpoint_to_resume(config, folder)
+        try:
+            owner.claim()
+            return checkpoint_to_resume(config, folder)
+        except OSError as error:
+            raise ConfigError.at(
+                *("output_dir", config.output_dir, f"a folder that can be written to ({error})"),
+                "Give this user the right to, free disk space, or choose another --output-dir.",
+            ) from None
 
     return collective.path_of_first("run folder", enter)
 
@@ -157,6 +163,8 @@ def _resume(actor: SpecActor, checkpoint_dir: Path, config: Config, progress: Pr
         actor.distillation.load(checkpoint_dir)
     elif told := left_behind(checkpoint_dir, config.rollout.speculation):
         progress.note(told)
+    if changed := changed_settings(checkpoint_dir, to_json(config)):
+        progress.note(f"Resumed from step {actor.steps_done} with other settings: {', '.join(changed)}.")
     progress.resume(actor.steps_done)
 
 
@@ -400,13 +408,14 @@ def _replay(actor: SpecActor, replay: Replay, tracker: Tracker | None) -> None:
 
 def _write_checkpoint(actor: SpecActor, folder: RunFolder, unfinished: list[Callable[[], Path]]) -> None:
     """Write one if due; append to `unfinished` what makes it whole, after the step's metrics."""
-    done, every, keep = actor.steps_done, actor.config.checkpoint.every, actor.config.checkpoint.keep
+    done, settings, every = actor.steps_done, actor.config.checkpoint, actor.config.checkpoint.every
     if done != actor.config.train.steps and not (every and done % every == 0):
         return
     beside = actor.distillation.save if actor.distillation is not None else lambda folder: None
     with actor.progress.phase("checkpoint"):
         state = actor.state()
-        unfinished.append(checkpoint.write(actor.trainer, folder.checkpoints, done, state, keep=keep, beside=beside))
+        kept = {"keep": settings.keep, "keep_every": settings.keep_every}
+        unfinished.append(checkpoint.write(actor.trainer, folder.checkpoints, done, state, **kept, beside=beside))
 
 
 def _evaluate(actor: SpecActor, folder: RunFolder) -> dict[str, float]:

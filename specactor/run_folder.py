@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from transformers import PreTrainedTokenizerBase
@@ -116,6 +117,26 @@ class RunFolder:
         file = self.evaluation(step, name)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def changed_settings(checkpoint_dir: Path, config: dict[str, Any]) -> list[str]:
+    """Return what a resume changes, one "NAME OLD -> NEW" per setting, by the config.json of the checkpoint's run; []
+    where that cannot be read. `config` is JSON."""
+    try:
+        before = json.loads((checkpoint_dir.parent.parent / "config.json").read_text())
+    except (OSError, ValueError):
+        return []
+    of_place = dict.fromkeys(("name", "output_dir", "resume"))
+    return list(_differences(before | of_place, config | of_place))
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    for name in {**before, **now}:
+        old, new = (each.get(name, "nothing") for each in (before, now))
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{above}{name}.")
+        elif old != new:
+            yield f"{above}{name} {old} -> {new}"
 
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Path | None:

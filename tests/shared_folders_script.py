@@ -38,6 +38,13 @@ def main(base: Path) -> None:
         found["resumes"] = str(run.enter_folder(config, folder, owner, collective))
         found["left"] = sorted(path.name for path in folder.checkpoints.iterdir())
         found["owns"] = (folder.root / "owner.json").exists()
+    Path("file").touch()
+    unwritable = replace(config, output_dir="file")
+    try:
+        nowhere = RunFolder.of(unwritable)
+        run.enter_folder(unwritable, nowhere, RunOwner(nowhere.root, on_lost=print), collective)
+    except (ConfigError, PeerFailedError) as error:
+        found["unwritable"] = f"{type(error).__name__}: {error}"
     later(Path("made"))
     found["made"] = warmup._is_made(Path("made"), collective), Path("made").exists()
     found["unmade"] = warmup._is_made(Path("unmade"), collective)

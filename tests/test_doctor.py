@@ -17,8 +17,9 @@ from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from transformers import LlamaConfig
 
-from specactor.doctor import STACKS, Finding, loopback, report, room, stack
+from specactor.doctor import STACKS, Finding, _places, checkpoints, loopback, report, room, stack
 from specactor.doctor import _recipe as recipe_findings
+from specactor.planning.memory import checkpoint_bytes
 from specactor.recipes import load
 
 AUTO = ("--rollout.speculation.mode", "auto", "--rollout.speculation.drafters")
@@ -128,7 +129,7 @@ def test_the_doctor_finds_packages_that_break_others(tmp_path: Path) -> None:
 def test_the_doctor_reads_the_model_of_a_recipe(tmp_path: Path) -> None:
     done = specactor("doctor", "qwen3_8b", "--model.path", str(tmp_path), cwd=tmp_path)
     assert done.returncode == 1
-    assert "expected a folder with config.json" in done.stdout
+    assert "tiny, or tiny:LAYERS. Give the folder of a model in Hugging Face format with --model.path;" in done.stdout
     assert "trained again" in done.stdout, "how far back a replay reaches"
     assert "error: data.train: data/math_train.jsonl: no such file. Check the path" in done.stdout
 
@@ -218,6 +219,33 @@ def test_room_and_loopback(tmp_path: Path) -> None:
     assert "expected 1073741824.00 GiB" in full.found
     assert room("shared memory", tmp_path / "none", 1, "x").fatal
     assert loopback().found == "works"
+
+
+def test_a_disk_is_compared_with_the_checkpoints_of_a_run() -> None:
+    """Of a mixture of 30B parameters three of 398 GiB; in float32 a parameter takes 16 bytes."""
+    config = load(["qwen3_30b_a3b"])
+    [low], [enough] = checkpoints(config, 10**12), checkpoints(config, 2 * 10**12)
+    assert low.found.startswith("3 of 398.")
+    assert "--checkpoint.keep" in low.remedy
+    assert not low.fatal, "it is an estimate, and a resume has some of them already"
+    assert not enough.remedy
+    [many] = checkpoints(load(["qwen3_30b_a3b", "--checkpoint.keep-every", "100"]), 10**12)
+    assert many.found.startswith("8 of 398."), "those of steps 100 to 500, too"
+    assert checkpoints(load(["qwen3_8b", "--model.path", "none"]), 0) == []
+    assert checkpoint_bytes(load(["quickstart_plain", "--model.path", "tiny:2"])) == 16 * 913_408
+
+
+def test_a_run_folder_that_cannot_be_written_to_is_fatal() -> None:
+    [found] = [x for x in _places(load(["quickstart", "--output-dir", "/proc/none"])) if x.component == "disk"]
+    assert found.fatal
+    assert found.found.startswith("/proc cannot be written to")
+
+
+def test_a_small_shared_memory_keeps_no_run_with_large_buckets_from_starting() -> None:
+    """Weights travel in memory files, which no mount bounds."""
+    large = load(["quickstart", "--weights-sync.bucket-bytes", str(2**45)])
+    [found] = [x for x in _places(large) if x.component == "shared memory"]
+    assert not found.fatal
 
 
 def test_the_report_without_a_terminal_has_no_control_codes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass, replace
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from specactor.config import Config
 from specactor.errors import ConfigError
 from specactor.parallel.layout import ModelShape, check
-from specactor.recipes import EXAMPLES, USUAL_NAMES, _keys, from_json, load, override, recipes, to_json
+from specactor.recipes import EXAMPLES, NO_SETTING, USUAL_NAMES, _keys, from_json, load, override, recipes, to_json
 
 NAMES = sorted(recipes())
 SHAPES = {
@@ -147,6 +148,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("hf-checkpoint", "model.path"),
         ("eps-clip", "algorithm.clip-low"),
         ("kl_loss_coef", "algorithm.kl-coef"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps", "train.warmup-steps"),
+        ("tensor-model-parallel-size", "parallel.tensor"),
     ],
 )
 def test_names_of_other_systems_lead_to_ours(theirs: str, ours: str) -> None:
@@ -154,8 +157,25 @@ def test_names_of_other_systems_lead_to_ours(theirs: str, ours: str) -> None:
         load(["grpo", f"--{theirs}", "1"])
 
 
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        ("actor_rollout_ref.actor.entropy_coeff", "There is no entropy bonus."),
+        ("trainer.nnodes", "That is torchrun's --nnodes."),
+        ("use-dynamic-bsz", "Sequences are packed: use --train.tokens-per-microbatch."),
+    ],
+)
+def test_names_that_nothing_stands_for_say_what_is_there(theirs: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["grpo", f"--{theirs}", "1"])
+    assert str(caught.value) == f"unknown setting --{theirs.replace('_', '-')}. {told}"
+
+
 def test_all_such_names_are_of_settings() -> None:
-    assert {*USUAL_NAMES.values()} <= {*_keys(load(["ppo"]))}
+    keys = {*_keys(load(["ppo"]))}
+    assert {*USUAL_NAMES.values()} <= keys
+    told = " ".join(NO_SETTING.values())
+    assert {word for word in re.findall(r"[a-z]+\.[a-z_]+", told.replace("-", "_"))} <= keys
 
 
 def test_an_unknown_recipe_suggests_the_nearest() -> None:

@@ -45,3 +45,12 @@ def test_a_rank_that_never_sees_it_is_named(found: list[dict[str, Any]]) -> None
     told = f"ConfigError: {said} All hosts need the same file system at that path."
     assert found[1]["never"] == told
     assert found[0]["never"] == f"PeerFailedError: warm-up: rank 1 failed: {told}"
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_with_the_way_out(found: list[dict[str, Any]]) -> None:
+    told = (
+        "ConfigError: output_dir: got 'file', expected a folder that can be written to ([Errno 20] Not a directory: "
+        "'file/x'). Give this user the right to, free disk space, or choose another --output-dir."
+    )
+    assert found[0]["unwritable"] == told
+    assert found[1]["unwritable"] == f"PeerFailedError: run folder: rank 0 failed: {told}"

@@ -122,6 +122,8 @@ class CheckpointConfig:
     """Save after every this many RL steps, and after the last; 0: only after the last."""
     keep: int = 2
     """Newest checkpoints that are kept."""
+    keep_every: int = 0
+    """Checkpoints of every this many steps are kept for good; 0: none."""
     export: bool = True
     """Write the final policy in Hugging Face format."""
 
@@ -129,6 +131,12 @@ class CheckpointConfig:
         rule = rules_of(self, "checkpoint")
         rule("every", self.every >= 0, ">= 0", "Use 0 to save only at the end.")
         rule("keep", self.keep >= 1, ">= 1", "At least the newest must be kept.")
+        rule(
+            "keep_every",
+            self.keep_every == 0 or (self.every > 0 and self.keep_every >= 0 and self.keep_every % self.every == 0),
+            f"a multiple of checkpoint.every = {self.every}" if self.every else "0 with checkpoint.every = 0",
+            "No others are written: choose one, or 0 for none.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +226,7 @@ class Config:
             "a folder name without '/', and not '.' or '..'",
             "Put the folder above it in --output-dir.",
         )
+        rule("output_dir", bool(self.output_dir), "a folder", "Use . for the one where the run starts.")
         rule("seed", 0 <= self.seed < 2**31, "0..2**31-1", "Choose a non-negative seed.")
 
     def _check_groups(self) -> None:

@@ -8,6 +8,7 @@ once, over several hosts after `LINGER_S`; after Ctrl-C all are gone in `GRACE_S
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import os
 import signal
@@ -234,6 +235,8 @@ def failure_guard(rank: int, store: Store | None) -> Iterator[Failures]:
         except Exception as error:  # the process boundary: whatever happened must be reported once
             trace = traceback.format_exc()
             message = f"{type(error).__name__}: {error}"
+            if isinstance(error, OSError) and error.errno in _FULL:
+                message += f". Free disk space, or quota, where the run's folder and /tmp are. {RESUME}"
             if _is_lost_peer(error):
                 if failures.over_hosts():  # where it was the only rank, nobody there can report
                     message = f"a rank of another host was killed or crashed, or is cut off ({message}). {RESUME}"
@@ -276,6 +279,7 @@ def _is_lost_peer(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER)
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOST_PEER = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out"),  # gloo
     # NCCL: its own words for ncclRemoteError and for a socket; torch's, after a timeout and after an abort

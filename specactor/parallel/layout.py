@@ -49,7 +49,7 @@ class ModelShape:
                 "model.path",
                 str(model_dir),
                 "a folder with config.json, tiny, or tiny:LAYERS",
-                "Give the folder of a model in Hugging Face format.",
+                "Give the folder of a model in Hugging Face format with --model.path; nothing is downloaded.",
             )
         try:
             raw = json.loads(file.read_text())
@@ -136,7 +136,7 @@ def check(config: Config, world: int, shape: ModelShape) -> Layout:
         "parallel.engines",
         p.engines * p.engine_tensor <= world,
         f"engines x engine_tensor <= {world} ranks",
-        "Engines run on the trainer's own devices: start fewer, or more ranks.",
+        "Engines run on the trainer's own devices: lower --parallel.engines, or start more ranks.",
     )
     layout = Layout(
         world=world,

@@ -216,6 +216,14 @@ def _on_hosts(config: Config, policy: TransformerShape, hosted: int) -> dict[Pha
     return dict.fromkeys(PHASES, divided if config.distillation.zero_stage else divided * hosted)
 
 
+def checkpoint_bytes(config: Config) -> float:
+    """Return what a checkpoint takes on disk, without a draft model: weights, main weights and moments, of the critic,
+    too. Raises as `named_shape`."""
+    shape, learning = _own_shape(config), 1 + (config.algorithm.advantage == "gae")
+    each = BYTES[config.model.dtype] + MAIN_WEIGHT_BYTES + ADAM_BYTES["float32"]
+    return float(learning * each * (shape.params + shape.mtp_params))
+
+
 def optimizer_bytes(config: Config, shape: TransformerShape, layout: Layout) -> float:
     """Return the bytes of Adam's moments and main weights of one rank, wherever they are."""
     dense, experts = parameters(shape, layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -178,6 +179,15 @@ def test_a_bug_is_reported_with_its_traceback(capsys: pytest.CaptureFixture[str]
 
 
 LOST = RuntimeError("Connection closed by peer [127.0.0.1]")
+
+
+def test_a_full_disk_is_reported_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert leave(0, Tickets(), OSError(errno.ENOSPC, "No space left on device")) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        "specactor: rank 0: OSError: [Errno 28] No space left on device. Free disk space, or quota, where the run's "
+        f"folder and /tmp are. {failure.RESUME}"
+    )
 
 
 def test_a_rank_that_lost_its_peer_lets_the_peer_report(capsys: pytest.CaptureFixture[str]) -> None:

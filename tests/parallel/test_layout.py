@@ -127,7 +127,7 @@ def test_layouts_that_work(world: int, parallel: dict[str, int], data: int) -> N
             {"engines": 2, "engine_tensor": 2},
             MOE,
             "parallel.engines: got 2, expected engines x engine_tensor <= 2 ranks. "
-            "Engines run on the trainer's own devices: start fewer, or more ranks.",
+            "Engines run on the trainer's own devices: lower --parallel.engines, or start more ranks.",
         ),
         (
             4,
@@ -199,7 +199,7 @@ def test_shape_of_a_model_folder(tmp_path: Path, experts: str) -> None:
         (
             None,
             "expected a folder with config.json, tiny, or tiny:LAYERS. "
-            "Give the folder of a model in Hugging Face format.",
+            "Give the folder of a model in Hugging Face format with --model.path; nothing is downloaded.",
         ),
         ("{", "expected the config.json of a language model. It has JSONDecodeError"),
         ('{"vocab_size": 3}', "It has KeyError: 'num_hidden_layers'."),
