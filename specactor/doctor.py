@@ -272,9 +272,7 @@ def checkpoints(config: Config, free_bytes: int) -> list[Finding]:
         each = checkpoint_bytes(config)
     except SpecActorError:
         return []
-    kept = config.checkpoint
-    together = kept.keep + 1  # the oldest is removed when the newest is whole
-    together += config.train.steps // kept.keep_every if kept.keep_every else 0
+    together = config.checkpoint.keep + 1  # the oldest is removed when the newest is whole
     low = together * each > free_bytes
     return [
         Finding(

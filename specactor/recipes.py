@@ -97,8 +97,6 @@ USUAL_NAMES = {
     "over_sampling_batch_size": "rollout.oversample",
     "n_samples_per_eval_prompt": "eval.samples",
     "resume_mode": "resume",
-    "max_actor_ckpt_to_keep": "checkpoint.keep",
-    "save_retain_interval": "checkpoint.keep_every",
     "default_local_dir": "output_dir",
 }
 # Those of no field, and what is there instead.

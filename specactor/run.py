@@ -408,14 +408,13 @@ def _replay(actor: SpecActor, replay: Replay, tracker: Tracker | None) -> None:
 
 def _write_checkpoint(actor: SpecActor, folder: RunFolder, unfinished: list[Callable[[], Path]]) -> None:
     """Write one if due; append to `unfinished` what makes it whole, after the step's metrics."""
-    done, settings, every = actor.steps_done, actor.config.checkpoint, actor.config.checkpoint.every
+    done, every, keep = actor.steps_done, actor.config.checkpoint.every, actor.config.checkpoint.keep
     if done != actor.config.train.steps and not (every and done % every == 0):
         return
     beside = actor.distillation.save if actor.distillation is not None else lambda folder: None
     with actor.progress.phase("checkpoint"):
         state = actor.state()
-        kept = {"keep": settings.keep, "keep_every": settings.keep_every}
-        unfinished.append(checkpoint.write(actor.trainer, folder.checkpoints, done, state, **kept, beside=beside))
+        unfinished.append(checkpoint.write(actor.trainer, folder.checkpoints, done, state, keep=keep, beside=beside))
 
 
 def _evaluate(actor: SpecActor, folder: RunFolder) -> dict[str, float]:

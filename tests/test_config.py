@@ -37,11 +37,6 @@ WRONG: list[tuple[str, str]] = [
     ("--train.max-logprob-gap nan", "train.max_logprob_gap: got nan, expected > 0. Use inf for no bound."),
     ("--resume continue", "resume: got 'continue', expected off, auto or the folder of a checkpoint. Check the path."),
     ("--name a\0b", "name: got 'a\\x00b', expected a text without NUL characters. Leave them out."),
-    (
-        "--checkpoint.keep-every 15",
-        "checkpoint.keep_every: got 15, expected a multiple of checkpoint.every = 10. No others are written: choose "
-        "one, or 0 for none.",
-    ),
     ("--output-dir=", "output_dir: got '', expected a folder. Use . for the one where the run starts."),
     ("--train.lr 1", "unknown setting --train.lr. Did you mean --train.learning-rate?"),
     ("--rollout.grup_size 4", "unknown setting --rollout.grup-size. Did you mean --rollout.group-size?"),

@@ -229,8 +229,6 @@ def test_a_disk_is_compared_with_the_checkpoints_of_a_run() -> None:
     assert "--checkpoint.keep" in low.remedy
     assert not low.fatal, "it is an estimate, and a resume has some of them already"
     assert not enough.remedy
-    [many] = checkpoints(load(["qwen3_30b_a3b", "--checkpoint.keep-every", "100"]), 10**12)
-    assert many.found.startswith("8 of 398."), "those of steps 100 to 500, too"
     assert checkpoints(load(["qwen3_8b", "--model.path", "none"]), 0) == []
     assert checkpoint_bytes(load(["quickstart_plain", "--model.path", "tiny:2"])) == 16 * 913_408
 

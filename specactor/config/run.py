@@ -122,8 +122,6 @@ class CheckpointConfig:
     """Save after every this many RL steps, and after the last; 0: only after the last."""
     keep: int = 2
     """Newest checkpoints that are kept."""
-    keep_every: int = 0
-    """Checkpoints of every this many steps are kept for good; 0: none."""
     export: bool = True
     """Write the final policy in Hugging Face format."""
 
@@ -131,12 +129,6 @@ class CheckpointConfig:
         rule = rules_of(self, "checkpoint")
         rule("every", self.every >= 0, ">= 0", "Use 0 to save only at the end.")
         rule("keep", self.keep >= 1, ">= 1", "At least the newest must be kept.")
-        rule(
-            "keep_every",
-            self.keep_every == 0 or (self.every > 0 and self.keep_every >= 0 and self.keep_every % self.every == 0),
-            f"a multiple of checkpoint.every = {self.every}" if self.every else "0 with checkpoint.every = 0",
-            "No others are written: choose one, or 0 for none.",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,12 +65,11 @@ def write(
     state: dict[str, Any],
     *,
     keep: int = 2,
-    keep_every: int = 0,
     beside: Callable[[Path], None] = lambda folder: None,
 ) -> Callable[[], Path]:
     """Write a checkpoint under a temporary name; return the function that commits it, and removes all but the newest
-    `keep` and those of every `keep_every` steps. Both are collective. `state` is JSON, equal on all ranks; `beside`
-    adds files on each. Raises CheckpointError where the disk fails."""
+    `keep`. Both are collective. `state` is JSON, equal on all ranks; `beside` adds files on each. Raises
+    CheckpointError where the disk fails."""
     from specactor.trainer import model_files
 
     collective = Collective()
@@ -103,18 +102,17 @@ def write(
             shutil.rmtree(target, ignore_errors=True)
             os.rename(folder, target)
             _fsync(root)
-            _prune(root, target, keep, keep_every)
+            _prune(root, target, keep)
         return target
 
     return partial(_on_all, collective, failed, commit)
 
 
-def _prune(root: Path, newest: Path, keep: int, keep_every: int = 0) -> None:
+def _prune(root: Path, newest: Path, keep: int) -> None:
     found = _checkpoints(root)
     history = found[: found.index(newest) + 1]
-    old = [path for path in history[:-keep] if not keep_every or int(path.name.partition("-")[2]) % keep_every]
     # A resume from an earlier step left those of later ones.
-    for other in [*found[len(history) :], *old]:
+    for other in [*found[len(history) :], *history[:-keep]]:
         shutil.rmtree(other, ignore_errors=True)
 
 

@@ -132,13 +132,3 @@ def test_latest_ignores_what_is_not_a_whole_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000012"
     assert not (tmp_path / "step-000020.tmp").exists()
     assert checkpoint.latest(tmp_path / "absent") is None
-
-
-def test_the_newest_are_kept_and_those_of_every_so_many_steps(tmp_path: Path) -> None:
-    """And none that an earlier history left behind the newest."""
-    for step in range(10, 100, 10):
-        (tmp_path / f"step-{step:06d}").mkdir()
-    checkpoint._prune(tmp_path, tmp_path / "step-000080", keep=2, keep_every=30)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000{step}" for step in (30, 60, 70, 80)]
-    checkpoint._prune(tmp_path, tmp_path / "step-000080", keep=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000080"]
