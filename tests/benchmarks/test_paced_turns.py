@@ -145,8 +145,11 @@ def test_the_shipped_ends_talk_over_a_delayed_link() -> None:
                 received = hub.receive()
             assert set(received) == {(session, b"hello")}
             assert hub.send(session, b"back")
-            assert link.wait(60.0)
-            assert link.receive() == [(0, b"back")]
+            answers: list[tuple[int, bytes]] = []
+            until_s = time.monotonic() + 60.0
+            while not answers and time.monotonic() < until_s:
+                answers = link.receive()
+            assert answers == [(0, b"back")]
         finally:
             link.close()
             hub.close()

@@ -29,10 +29,10 @@ class Mirror:
     opening: Open
     tokens: list[int]  # committed, then drafted ahead
     committed: int
-    emptied_s: float | None  # when a commit left no draft token, if none was made since
     reserved: int = 0  # tokens that count against the bound
     complete: bool = True  # whether no commit is missing
     unsent: bool = False  # there are draft tokens that the engine was not sent
+    is_awaited: bool = True  # the engine has no draft token of it
     # by output position of drafted tokens: the second choice, and what may follow it
     branches: dict[int, list[int]] = field(default_factory=dict)
     _stuck: bool = False  # the continuer had nothing to add to these tokens
@@ -112,7 +112,7 @@ class Mirror:
         self.unsent = self.unsent or bool(tokens)
         return len(tokens) + bool(branches)
 
-    def commit(self, fresh: Sequence[int], now_s: float) -> int:
+    def commit(self, fresh: Sequence[int]) -> int:
         """Append committed tokens; return how many drafted ones are thrown away."""
         before = self.num_drafted
         agreed = common(self.tokens[self.committed :], fresh)
@@ -127,8 +127,7 @@ class Mirror:
         self.unsent = self.unsent and self.num_ahead > 0
         self._stuck = False
         wasted = max(0, before - agreed - self.num_drafted)
-        if not self.num_ahead:
-            self.emptied_s = now_s
+        self.is_awaited = self.is_awaited or not self.num_ahead
         return wasted
 
     def _take_branch(self, at: int, fresh: Sequence[int]) -> None:
@@ -138,18 +137,14 @@ class Mirror:
         self.tokens[at:] = branch
         self.branches.clear()
 
-    def tails(self, now_s: float) -> list[Tail]:
+    def tails(self) -> list[Tail]:
         """Return all that is drafted ahead, the likeliest first."""
-        self.unsent = False
-        wait_us = 0
-        if self.emptied_s is not None:
-            wait_us = max(1, round((now_s - self.emptied_s) * 1e6))
-            self.emptied_s = None
+        self.unsent = self.is_awaited = False
         request, base = self.key[1], self.committed
         ahead = self.tokens[base:]
         paths = [[*ahead[: at - base], *branch] for at, branch in self.branches.items() if len(branch) > 1]
         return [
-            Tail(request=request, base=base, tokens=protocol.pack(ahead), wait_us=wait_us),
+            Tail(request=request, base=base, tokens=protocol.pack(ahead)),
             *(Tail(request, base, protocol.pack(path[: protocol.MAX_TAIL_TOKENS])) for path in paths),
         ]
 
@@ -217,9 +212,9 @@ class MirroredRequests:
             match record:
                 case Commits():
                     for request, position, tokens in record:
-                        self._commit(session, request, position, tokens, now_s)
+                        self._commit(session, request, position, tokens)
                 case Open():
-                    self._open(session, record, now_s)
+                    self._open(session, record)
                 case Close():
                     self._forget((session.number, record.request))
                 case Beat():
@@ -281,7 +276,7 @@ class MirroredRequests:
             else:
                 mirror.unsent = mirror.num_ahead > 0
 
-    def _open(self, session: _Session, record: Open, now_s: float) -> None:
+    def _open(self, session: _Session, record: Open) -> None:
         key = (session.number, record.request)
         session.resend.discard(record.request)
         session.window = record.window
@@ -289,7 +284,7 @@ class MirroredRequests:
         if known is not None and known.tokens[: known.committed] == record.output_ids[: known.committed]:
             known.complete = True
             known.unsent = known.num_ahead > 0
-            self._commit(session, record.request, 0, record.output_ids, now_s)
+            self._commit(session, record.request, 0, record.output_ids)
             return
         self._forget(key)
         mirror = Mirror(
@@ -297,14 +292,13 @@ class MirroredRequests:
             opening=record,
             tokens=record.output_ids.copy(),
             committed=len(record.output_ids),
-            emptied_s=now_s,
         )
         session.mirrors[record.request] = mirror
         self._oldest[key] = mirror
         self._unread.add(key)
         self._account(mirror)
 
-    def _commit(self, session: _Session, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
+    def _commit(self, session: _Session, request: int, position: int, tokens: Sequence[int]) -> None:
         mirror = session.mirrors.get(request)
         if mirror is None:
             return  # evicted or never opened; the next beat says whether it is wanted
@@ -315,7 +309,7 @@ class MirroredRequests:
         fresh = tokens[mirror.committed - position :]
         if not fresh:
             return
-        session.wasted += mirror.commit(fresh, now_s)
+        session.wasted += mirror.commit(fresh)
         self._oldest.move_to_end(mirror.key)
         self._account(mirror)
 
@@ -376,10 +370,10 @@ class MirroredRequests:
             records.append(Resend(requests=sorted(peer.resend)))
             peer.resend.clear()
         due = not more or bool(self._unread) or now_s - peer.tails_s >= TAILS_EVERY_S
-        unsent = [mirror for mirror in peer.mirrors.values() if mirror.unsent and (due or mirror.emptied_s is not None)]
+        unsent = [mirror for mirror in peer.mirrors.values() if mirror.unsent and (due or mirror.is_awaited)]
         if unsent and due:
             peer.tails_s = now_s
-        tails = [tail for mirror in unsent for tail in mirror.tails(now_s)]
+        tails = [tail for mirror in unsent for tail in mirror.tails()]
         for first in range(0, len(tails), protocol.MAX_ROWS):
             records.append(protocol.columns(tails[first : first + protocol.MAX_ROWS]))
         return self._out.frames(records, self.drops, receiver=session)

@@ -6,7 +6,6 @@ PURE: frames and seconds in, frames out. Events: docs/decoupled.md.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -84,8 +83,6 @@ class Tails:
         self.engine = engine
         self.window = window
         self.drops = Drops(f"engine {engine}")
-        # seconds from a commit that left nothing of a tail to the next tail, by the drafters' clocks; readers clear it
-        self.waits_s: deque[float] = deque(maxlen=256)
         self._drafters = [Peer(out=Numbering(session)) for _ in range(num_drafters)]
         self._requests: dict[str, Request] = {}
         self._next = 1
@@ -195,7 +192,6 @@ class Tails:
         for record in records:
             match record:
                 case TailColumns():
-                    self.waits_s.extend([wait_us / 1e6 for wait_us in record.waits_us])
                     drafter.arrived.append(record)
                 case Resend():
                     self._resend(index, record, now_s)

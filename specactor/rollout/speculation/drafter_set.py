@@ -152,9 +152,9 @@ class DrafterSet:
     def expects(self) -> bool:
         return any(self.drafters[name].expects for name in self.there)
 
-    def let_wait(self, names: Container[str]) -> None:
+    def expect_verifying(self, names: Container[str]) -> None:
         for name, drafter in self.drafters.items():
-            drafter.may_wait = name in names
+            drafter.is_verified = name in names
 
     # ------------------------------------------------------------------------------------------------ what is drafted
 

@@ -123,11 +123,8 @@ def test_a_commit_that_differs_rolls_back_to_the_common_beginning() -> None:
     drafter.hear(commit(0, *text, 99))
     [lane] = drafter.mirrors.wanted(10)
     assert (list(lane.tokens), lane.agreed) == ([*text, 99], 1)
-    drafter.now_s += 0.25
     drafter.steps(1)
-    said = drafter.say()
-    assert tails(said) == {1: (2, script(PROMPT, [*text, 99], 1))}
-    assert [record.waits_us for record in said if isinstance(record, TailColumns)] == [[250_000]]
+    assert drafter.tails() == {1: (2, script(PROMPT, [*text, 99], 1))}
     drafter.hear(beat((1, 4, 2)))
     assert drafter.say()[0] == Pulse(version=3, requests=1, drafted=6, wasted=4)
 

@@ -13,7 +13,7 @@ from specactor.rollout.decoupled.continuer import Continuer, Lane
 from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.main import BatchTiming
 from specactor.rollout.decoupled.protocol import Beat, Commits, Header, Open, ToDrafter, encode
-from specactor.rollout.decoupled.remote_drafter import Decoupled, Patience
+from specactor.rollout.decoupled.remote_drafter import Decoupled
 from specactor.rollout.speculation import drafter_set, probing
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.planner import Planner
@@ -80,9 +80,6 @@ class Elsewhere:
         due = [(0, frame) for due_s, frame in self._answers if due_s + self.delay_s <= now_s]
         self._answers = [answer for answer in self._answers if answer[0] + self.delay_s > now_s]
         return due
-
-    def wait(self, timeout_s: float) -> bool:
-        return False
 
     def close(self) -> None:
         pass
@@ -223,31 +220,28 @@ def test_another_drafter_takes_the_place_of_one_that_is_gone_or_silent(is_alive:
     assert world.speculator.report()["coin"].speculative_rounds > 300
 
 
-class Willing(Patience):
-    """Would always wait."""
-
-    def bound(self, requests: int, missing: int) -> tuple[float, float]:
-        return 1e-4, 1.0
-
-
-def waits(right: float, *beside: Drafter) -> int:
-    """For drafts, in a thousand rounds, of a drafter of that kind that is willing to."""
+def verified(right: float, *beside: Drafter) -> int:
+    """Times, in a thousand rounds, that a drafter of that kind is told that its drafts would be verified."""
     world = Apart(Elsewhere(right), *beside)
-    world.drafter.patience = Willing()
     world.play(500)
-    before = world.drafter.waits
+    told: list[bool] = []
+    propose = world.drafter.propose
+
+    def noting(sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        told.append(world.drafter.is_verified)
+        return propose(sequences, windows)
+
+    world.drafter.propose = noting  # type: ignore[method-assign]
     world.play(1000)
-    return world.drafter.waits - before
+    assert told
+    return sum(told)
 
 
-def test_nobody_waits_for_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_are_told_of_a_look() -> None:
     """While decoding is plain, or another drafter leads."""
-    assert waits(0.9) > 100
-    assert waits(0.0) == 0
-    assert waits(0.0, Coin(0.95)) == 0
-    monkeypatch.setattr(drafter_set.DrafterSet, "let_wait", lambda *_: None)
-    assert waits(0.0) > 0
-    assert waits(0.0, Coin(0.95)) > 100
+    assert verified(0.9) > 100
+    assert verified(0.0) == 0
+    assert verified(0.0, Coin(0.95)) == 0
 
 
 class Here(Drafter):
