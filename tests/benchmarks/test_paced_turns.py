@@ -14,7 +14,7 @@ from benchmarks import paced_turns
 from benchmarks.dialled import Script
 from benchmarks.paced_link import delayed
 from benchmarks.paced_turns import CAUSES, OLD, Causes, Log, Logged, Step, Turn, Turns, cause, position
-from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.drafter_side import Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import Address, Hub, ZmqLink, local_endpoint
 

@@ -31,7 +31,7 @@ def requests_of(groups: int, size: int) -> list[RolloutRequest]:
 
 
 def waiting_of(lists: dict[int, list[list[RolloutRequest]]], slots: int, engines: int, ranks: int) -> list[Waiting]:
-    store = HashStore() if ranks > 1 else None
+    store = HashStore()
     return [
         Waiting(lists=lists, own=range(rank, engines, ranks), slots=slots, store=store, prefix="w")
         for rank in range(ranks)

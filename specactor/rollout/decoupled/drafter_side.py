@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from specactor.config import MAX_WINDOW
 from specactor.rollout.decoupled import protocol
-from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.protocol import Beat, Close, Commits, Drops, Numbering, Open, Pulse, Resend, Tail
 from specactor.rollout.speculation.verification import common
+
+if TYPE_CHECKING:
+    from specactor.weights_sync.messages import DraftWeights
 
 SILENT_S = 30.0
 TAILS_EVERY_S = 1e-3  # while more is drafted at once: frames cost more than what is in them
@@ -19,6 +21,49 @@ MAX_SESSIONS = 1024
 AHEAD = 2  # windows: one that the engine can verify now, and one ahead of that
 UNKNOWN = -1  # a second choice that the continuer does not tell
 Key = tuple[int, int]  # session of the engine, number of the request there
+
+
+@dataclass(slots=True, kw_only=True)
+class Lane:
+    key: Hashable  # of the request, among the requests of all engines
+    prompt_ids: Sequence[int]  # never empty
+    tokens: Sequence[int]  # output so far: committed tokens, then draft tokens ahead of them
+    seed: int
+    temperature: float  # 0: the likeliest token is wanted
+    agreed: int  # leading `tokens` that are as in the key's last call; keys and values of later ones may be dropped
+    branch: int | None = None
+    """Output position from which the lane follows a second choice. Keys and values before are those of the request's
+    own lane; later ones need not be kept, since their tokens are shown in every call."""
+
+
+class Continuer:
+    """Continues texts in a drafter process: the draft model, or a stand-in. It serves all requests, from one thread.
+    Engines verify its answers."""
+
+    version = 0  # of the weights that it drafts with
+    wants_runners_up = False  # whether those of the next call are of use; where they are not, they may be unknown
+
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+        """Return tokens that may follow each lane, none where it cannot go on. Keys are unique."""
+        raise NotImplementedError
+
+    def forget(self, key: Hashable) -> None:
+        """Forget a request; unknown keys are ignored."""
+
+    def runners_up(self) -> list[int]:
+        """Return, per lane of the last call, the second choice for its first token, -1 where it is unknown; [] where no
+        lane's is ever known."""
+        return []
+
+    def renew(self, weights: DraftWeights) -> str:
+        """Draft with these weights from now on, or return why not."""
+        return "its continuer has no weights"
+
+    def sleep(self) -> None:
+        """Keep only weights, in host memory, where they may be renewed. Requests were forgotten before."""
+
+    def wake(self) -> None:
+        """Take the device again."""
 
 
 @dataclass(slots=True, eq=False)

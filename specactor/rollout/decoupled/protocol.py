@@ -248,21 +248,6 @@ class Numbering:
             return first + self.frames(records[half:], drops, receiver=receiver)
 
 
-class Total:
-    """The sum of a peer's count that may begin anew from 0."""
-
-    def __init__(self) -> None:
-        self.value = 0
-        self._last = 0
-
-    def tell(self, count: int) -> None:
-        self.value += count - (self._last if count >= self._last else 0)
-        self._last = count
-
-    def begin(self) -> None:
-        self._last = 0
-
-
 class Drops:
     def __init__(self, who: str) -> None:
         self._who = who

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from specactor.rollout.decoupled import engine_side
-from specactor.rollout.decoupled.continuer import Continuer, Lane
-from specactor.rollout.decoupled.drafter_side import MirroredRequests
+from specactor.rollout.decoupled.drafter_side import Continuer, Lane, MirroredRequests
 from specactor.rollout.decoupled.main import BatchTiming
 from specactor.rollout.decoupled.protocol import Beat, Commits, Header, Open, ToDrafter, encode
 from specactor.rollout.decoupled.remote_drafter import Decoupled
