@@ -171,12 +171,6 @@ class Driver:
         return found
 
     def _send(self, position: int, requests: Sequence[RolloutRequest]) -> None:
-        conversations = self._conversations
-        streamed = [r for r in requests if conversations is not None and conversations.is_streamed(r)]
-        self._call(position, [request for request in requests if request not in streamed], self._report_tokens)
-        self._call(position, streamed, 1)
-
-    def _call(self, position: int, requests: Sequence[RolloutRequest], report_tokens: int) -> None:
         if not requests:
             return
         self._borrowed.give_back(position)
@@ -194,7 +188,7 @@ class Driver:
             error: BaseException | None = None
             try:
                 self._engines[position].generate(
-                    requests, on_finished=finish, on_progress=report, report_tokens=report_tokens
+                    requests, on_finished=finish, on_progress=report, report_tokens=self._report_tokens
                 )
             except BaseException as raised:  # handed to the thread of `run`
                 error = raised
@@ -310,8 +304,6 @@ class Driver:
         if ends and request.request_id not in self._emitted:
             self._abort(engine, [request.request_id])
         self._emitted[request.request_id] = len(so_far.token_ids)
-        if self._conversations is not None:
-            self._conversations.hear_so_far(so_far)
 
     def _keep(self, response: Trajectory) -> None:
         self.done[response.request_id] = response
