@@ -133,7 +133,6 @@ class Speculator:
             self._is_behind = True
         if self._may_rest():
             self._back_off.count_round(requests)
-        self.drafter_set.listen(self._clock())
         self._decision = self._plain(requests)
         self.estimates.plain_round(requests, round_s=round_s, predicted_s=self._decision.predicted_s)
 
