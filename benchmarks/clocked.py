@@ -117,7 +117,7 @@ class Drafting:
                 self.mirrors.receive(session, frame, self.now_s)
             self.mirrors.forgotten()
             self._send()
-            lanes = self.mirrors.wanted(MAX_LANES, slower=self.timing.is_slower)
+            lanes = self.mirrors.wanted(MAX_LANES)
             if branches:
                 lanes += self.mirrors.branches(self.timing.free(len(lanes), MAX_LANES))
             if not lanes:

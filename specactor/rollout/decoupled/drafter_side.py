@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -360,13 +360,9 @@ class MirroredRequests:
 
     # -------------------------------------------------------------------------------------------------- what drafts
 
-    def wanted(self, max_lanes: int, *, slower: Callable[[int, int], bool] = lambda few, many: False) -> list[Lane]:
-        """Return lanes that want a token, valid until the next call, the shortest first. Those with less than a window
-        go alone if all are much `slower`(few, many)."""
+    def wanted(self, max_lanes: int) -> list[Lane]:
+        """Return lanes that want a token, valid until the next call, the shortest first."""
         ready = [mirror for mirror in self._oldest.values() if mirror.wants_token]
-        waiting = [mirror for mirror in ready if mirror.num_ahead < mirror.window]
-        if waiting and slower(min(len(waiting), max_lanes), min(len(ready), max_lanes)):
-            ready = waiting
         if len(ready) > max_lanes:
             ready.sort(key=lambda mirror: mirror.num_ahead)
             del ready[max_lanes:]

@@ -89,7 +89,6 @@ def serve(
 
 MAX_SAMPLES = 15  # of batches of about equal sizes, the latest
 MIN_SAMPLES = 3
-MUCH = 2.0  # a batch that takes more than so many times as long takes much longer
 FREE = 1.06  # a batch that takes at most so many times as long takes hardly longer
 FADE_EVERY = 256  # batches: then each size's oldest time leaves, so that sizes that nobody makes are tried again
 
@@ -108,13 +107,6 @@ class BatchTiming:
             for times in self._seconds.values():
                 if times:
                     times.popleft()
-
-    def is_slower(self, few: int, many: int) -> bool:
-        first, last = few.bit_length(), many.bit_length()
-        if first == last or len(self._seconds.get(last, ())) < MIN_SAMPLES:
-            return False
-        known = [of for size, of in self._seconds.items() if first <= size < last and len(of) >= MIN_SAMPLES]
-        return any(median(self._seconds[last]) > MUCH * median(of) for of in known)
 
     def free(self, lanes: int, max_lanes: int) -> int:
         """Return how many lanes may be added at hardly any cost, by a line through known times, up to twice
@@ -213,7 +205,7 @@ class DrafterLoop:
         for key in mirrors.forgotten():
             continuer.forget(key)
         self._send(more=self.busy)  # an engine that asks whether anybody is here need not wait for the draft
-        lanes = mirrors.wanted(MAX_LANES, slower=self._timing.is_slower)
+        lanes = mirrors.wanted(MAX_LANES)
         own = len(lanes)
         began_s = time.perf_counter()  # lanes of branches copy their texts, which is time that they take
         free = self._timing.free(own, MAX_LANES)

@@ -20,8 +20,6 @@ from specactor.rollout.decoupled.protocol import LARGEST, MAX_FRAME_BYTES, Drops
 
 HEARTBEAT_MS = 5000  # of connections over TCP: after three without an answer one is over, and made anew
 QUEUE_FRAMES = 256
-RECONNECT_MS = 20
-MAX_RECONNECT_MS = 250
 _RECEIVE_FRAMES = 1024  # at a time; from all sockets in turns
 _INPUT, _AT_ONCE = int(zmq.POLLIN), int(zmq.NOBLOCK)  # plain: arithmetic of enumerations takes tens of us
 _send = zmq.backend.Socket.send  # without pyzmq's wrapper, which costs as much again and does nothing for bytes
@@ -80,8 +78,6 @@ class ZmqLink:
         _prepare(socket, address.endpoint)
         socket.setsockopt(zmq.IDENTITY, _name(session))
         socket.setsockopt(zmq.IMMEDIATE, 1)  # what nobody is there for is not kept for later
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
         if (keys := address.keys) is not None:
             socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()

@@ -247,22 +247,6 @@ def test_those_with_the_least_ahead_go_first() -> None:
     assert [lane.key for lane in drafter.mirrors.wanted(2)] == [(ENGINE, 3), (ENGINE, 1)]
 
 
-def test_those_that_hold_less_than_a_window_go_alone_where_all_take_much_longer() -> None:
-    drafter = opened(1, 2)
-    drafter.mirrors.extended(drafter.mirrors.wanted(100)[:1], [[5] * WINDOW])
-    asked: list[tuple[int, int]] = []
-
-    def keys(slower: bool) -> list[object]:
-        lanes = drafter.mirrors.wanted(100, slower=lambda few, many: asked.append((few, many)) or slower)
-        return [lane.key for lane in lanes]
-
-    assert keys(slower=True) == [(ENGINE, 2)]
-    assert keys(slower=False) == [(ENGINE, 1), (ENGINE, 2)]
-    assert asked == [(1, 2)] * 2
-    drafter.mirrors.extended(drafter.mirrors.wanted(100)[1:], [[5] * WINDOW])
-    assert keys(slower=True) == [(ENGINE, 1), (ENGINE, 2)], "nobody waits for any"
-
-
 def test_a_continuer_that_cannot_go_on_is_not_asked_again_before_the_next_commit() -> None:
     drafter = opened()
     lanes = drafter.mirrors.wanted(10)
