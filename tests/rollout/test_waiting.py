@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections import Counter
 from typing import Any, cast
 
 import numpy as np
@@ -81,6 +82,9 @@ def test_a_rank_takes_its_own_first_and_of_others_where_most_is_left() -> None:
 
 class Shared(Waiting):
     """Takes from the others' front without asking the store."""
+
+    def __post_init__(self) -> None:
+        self._alone = Counter[str]()
 
     def _is_granted(self, engine: int) -> bool:
         self._alone[str(engine)] += 1
