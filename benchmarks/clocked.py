@@ -1,7 +1,7 @@
 """Settings of `paced` on a clock instead of processes: the shipped ends of the protocol, or the shipped speculator.
 
-What is left out: sockets, the scheduler, all computing. A decoupled engine verifies whatever is there, and waits as
-`Patience` says; a coupled one is decided by the `Speculator`, whose clock this is.
+What is left out: sockets, the scheduler, all computing. A decoupled engine verifies whatever is there;
+a coupled one is decided by the `Speculator`, whose clock this is.
 
 Invariants: equal arguments give equal results; a draft token is accepted if it is what the request emits there.
 """
@@ -20,7 +20,6 @@ from specactor.config import SpeculationConfig
 from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.engine_side import Tails
 from specactor.rollout.decoupled.main import MAX_LANES, BatchTiming
-from specactor.rollout.decoupled.remote_drafter import Patience
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.speculator import Speculator
 
@@ -118,7 +117,7 @@ class Drafting:
                 self.mirrors.receive(session, frame, self.now_s)
             self.mirrors.forgotten()
             self._send()
-            lanes = self.mirrors.wanted(MAX_LANES, slower=self.timing.is_slower)
+            lanes = self.mirrors.wanted(MAX_LANES)
             if branches:
                 lanes += self.mirrors.branches(self.timing.free(len(lanes), MAX_LANES))
             if not lanes:
@@ -143,26 +142,20 @@ class Drafting:
 
 @dataclass(kw_only=True)
 class Verifier:
-    """An engine between two rounds: it sends, takes what has come, and waits as `Patience` says."""
+    """An engine between two rounds: it sends, and takes what has come."""
 
     index: int
     tails: Tails
     texts: Texts
     drafter: Drafting
     live: list[str]
-    patience: Patience = field(default_factory=Patience)
     drafts: list[list[int]] = field(default_factory=list)
-    is_waiting: bool = False
-    waits_until_s: float = 0.0
-    expected: float = 0.0
-    missing: int = 0
     pass_s: float = 0.0  # of the round that goes on; 0: none does
 
     def ended(self) -> None:
         """Commit what the round emitted."""
-        agreed = [self.texts.verify(name, draft) for name, draft in zip(self.live, self.drafts, strict=True)]
-        self.patience.rounds(self.pass_s + HOST_S)
-        self.patience.judged([right for right, draft in zip(agreed, self.drafts, strict=True) if draft])
+        for name, draft in zip(self.live, self.drafts, strict=True):
+            self.texts.verify(name, draft)
         self.pass_s = 0.0
         for name in [name for name in self.live if not self.texts.left(name)]:
             self.live.remove(name)
@@ -173,28 +166,10 @@ class Verifier:
         self.drafter.inbox += [
             (now_s + self.drafter.message_s, self.index + 1, frame) for frame in self.tails.outgoing(0, now_s)
         ]
-        self.missing = len(self._look(now_s))
-        wait_s, self.expected = self.patience.bound(len(self.live), self.missing) if self.missing else (0.0, 0.0)
-        self.waits_until_s = now_s + wait_s
-
-    def waits(self, now_s: float) -> bool:
-        """Take what has come; return whether it waits on."""
-        missing = len(self._look(now_s))
-        if missing and now_s < self.waits_until_s:
-            return True
-        if self.expected:
-            self.patience.kept(self.expected, self.missing - missing)
-        return False
-
-    def _look(self, now_s: float) -> list[str]:
-        """Draft; return the requests that could have drafts and have none."""
         self.tails.receive(self.drafter.mail(self.index + 1, now_s), now_s)
         self.tails.tick(now_s)
-        self.patience.answers(self.tails.waits_s)
-        self.tails.waits_s.clear()
         windows = [min(MAX_WINDOW, self.texts.left(name) - 1) for name in self.live]
         self.drafts = self.tails.drafts(self.live, windows)
-        return [name for name, d, w in zip(self.live, self.drafts, windows, strict=True) if w and not d]
 
 
 def decoupled(setting: Setting, *, runner_up: float, seed: int = 0) -> Played:
@@ -224,12 +199,7 @@ def decoupled(setting: Setting, *, runner_up: float, seed: int = 0) -> Played:
             verifier.ended()
         if not verifier.live:
             continue
-        if not verifier.is_waiting:
-            verifier.begin(now_s)
-        verifier.is_waiting = verifier.waits(now_s)
-        if verifier.is_waiting:
-            heapq.heappush(due, (min(verifier.waits_until_s, now_s + IDLE_S), k))
-            continue
+        verifier.begin(now_s)
         rows = len(verifier.live) + sum(map(len, verifier.drafts))
         verifier.pass_s = setting.of_group(k).pass_s(len(verifier.live), rows)
         heapq.heappush(due, (now_s + HOST_S + verifier.pass_s, k))

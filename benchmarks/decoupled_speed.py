@@ -123,7 +123,6 @@ class Seen:
 
 def measure(bench: Bench, way: Way, batch: int, repetitions: int) -> Seen:
     counts = {mode: Counts() for mode in CONTESTANTS}
-    waited_s = 0.0
     with drafter(bench, way):
         turns = Turns(bench, way, bench.groups(batch))
         for repetition in range(repetitions):
@@ -131,19 +130,15 @@ def measure(bench: Bench, way: Way, batch: int, repetitions: int) -> Seen:
                 turns.begin(mode)
                 turns.teach(mode)
                 bench.counts()  # of rounds that teach: windows are tried in them
-                if mode == "decoupled":
-                    bench.figures()
                 turns.timed(mode)
                 counts[mode] += bench.counts()
-                if mode == "decoupled":
-                    waited_s += bench.figures().get("waited_s", 0.0)
                 turns.off()
     emitted = len(bench.requests[batch]) * (NEW_TOKENS - 1)
     return Seen(
         off=emitted / median(turns.off_s()),
         ratios={"off": 1.0} | {mode: median(ratios) for mode, ratios in turns.ratios().items()},
         survival=survival_seen(counts["coupled"]),
-        rounds=Rounds.of(counts["decoupled"], waited_s, repetitions * emitted),
+        rounds=Rounds.of(counts["decoupled"], repetitions * emitted),
     )
 
 
@@ -153,20 +148,18 @@ class Rounds:
 
     requests: float
     verify_s: float
-    ahead_s: float  # the engine's own time for it, waits included
-    waited_s: float
+    ahead_s: float  # the engine's own time for it
     drafted: float  # draft tokens there that were verified
     accepted: float
 
     @classmethod
-    def of(cls, counts: Counts, waited_s: float, emitted: int) -> Rounds:
+    def of(cls, counts: Counts, emitted: int) -> Rounds:
         """Args: tokens of all rounds."""
         rounds = max(1, counts.rounds)
         return cls(
             requests=(emitted - counts.accepted) / rounds,
             verify_s=counts.verify_s / rounds,
             ahead_s=counts.draft_s / rounds,
-            waited_s=waited_s / rounds,
             drafted=counts.drafted / rounds,
             accepted=counts.accepted / rounds,
         )
@@ -174,8 +167,7 @@ class Rounds:
     def __str__(self) -> str:
         return (
             f"{self.requests:.1f} requests, {1e3 * self.verify_s:.2f} ms verify + {1e3 * self.ahead_s:.2f} ms ahead of "
-            f"it (waited {1e3 * self.waited_s:.2f}), {self.drafted:.2f} draft tokens verified, {self.accepted:.2f} "
-            "accepted"
+            f"it, {self.drafted:.2f} draft tokens verified, {self.accepted:.2f} accepted"
         )
 
 

@@ -26,8 +26,8 @@ from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, DrafterAccess, local_endpoint
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, REPORT, ROUNDS, Rounds
-from specactor.rollout.speculation.counters import Counts, Figures
+from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT, ROUNDS, Rounds
+from specactor.rollout.speculation.counters import Counts
 from specactor.types import RolloutRequest, SamplingParams
 
 NEW_TOKENS = 96
@@ -104,11 +104,6 @@ class Bench:
             ).values():
                 total += counts
         return total
-
-    def figures(self) -> dict[str, float]:
-        """What the drafter `decoupled` of the first engine counted, since the last call."""
-        answer = self.engines[0].rank_call(FIGURES, b"", timeout_s=60)[0]
-        return msgspec.json.decode(answer, type=Figures).get("decoupled", {})
 
     def rounds(self) -> Rounds:
         """Of the first engine since it was configured."""

@@ -1,5 +1,5 @@
-"""Decoding played on a clock: verifiers, a drafter with its steps, messages and coins. Nobody waits for anybody, but a
-verifier with `Patience` for drafts, as an engine does.
+"""Decoding played on a clock: verifiers, a drafter with its steps, messages and coins. Nobody waits for
+anybody.
 
 The planner predicts rounds that go on and on with as many requests. Those of a benchmark end, and not in one round,
 since they accept different numbers of draft tokens; the last ones share an engine with nobody. `.._of_endless` say
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from specactor.planning.plans import Pace, coupled_tokens
-from specactor.rollout.decoupled.remote_drafter import Patience
 from specactor.rollout.speculation.acceptance import survival_of
 
 ENDLESS = 1 << 40  # tokens
@@ -34,16 +33,13 @@ class Text:
     wrong: int | None = None  # the first wrong draft token
     tails: list[tuple[float, int, int | None]] = field(default_factory=list)
     """(when it arrives, end, first wrong) of what was sent."""
-    emptied_s: float | None = None  # when a commit left nothing that was drafted, if nothing was since
 
-    def hear(self, committed: int, now_s: float) -> None:
+    def hear(self, committed: int) -> None:
         """The drafter is told."""
         self.known = committed
         if self.wrong is not None and self.wrong < committed:
             self.end, self.wrong = committed, None
         self.end = max(self.end, committed)
-        if self.end == committed:
-            self.emptied_s = now_s
 
     def draft(self, *, right: bool, arrives_s: float) -> None:
         """One more token."""
@@ -51,13 +47,6 @@ class Text:
             self.wrong = self.end
         self.end += 1
         self.tails.append((arrives_s, self.end, self.wrong))
-
-    def arrival(self, after_s: float, until_s: float) -> float | None:
-        """When a draft for what is committed arrives in that time, first; None: in none of it."""
-        for at_s, end, wrong in self.tails:
-            if after_s < at_s <= until_s and end > self.committed and (wrong is None or wrong >= self.committed):
-                return at_s
-        return None
 
     def verified(self, now_s: float, window: int) -> tuple[int, int]:
         """(draft tokens that are verified, that are accepted) in a round that begins now."""
@@ -82,23 +71,19 @@ class Drafting:
     now_s: float = 0.0  # its next step begins
     told: list[tuple[float, list[tuple[Text, int]]]] = field(default_factory=list)
     """(when it arrives, what is committed)."""
-    answers_s: list[float] = field(default_factory=list)  # from commits that left nothing to the next token
 
     def until(self, end_s: float, texts: list[Text]) -> None:
         message_s = self.pace.message_s / 2
         while self.now_s < end_s:
             while self.told and self.told[0][0] <= self.now_s:
                 for text, committed in self.told.pop(0)[1]:
-                    text.hear(committed, self.now_s)
+                    text.hear(committed)
             lanes = [text for text in texts if text.end - text.known < self.pace.most]
             if not lanes:
                 self.now_s = self.told[0][0] if self.told else end_s + message_s
                 continue
             self.now_s += self.pace.token_s
             for text in lanes:
-                if text.emptied_s is not None:
-                    self.answers_s.append(self.now_s - text.emptied_s)
-                    text.emptied_s = None
                 text.draft(right=self.rng.random() < self.p, arrives_s=self.now_s + message_s)
 
 
@@ -119,7 +104,6 @@ def decoupled(
     tokens: int = ENDLESS,
     rounds: int = ROUNDS,
     seed: int = 0,
-    patience: Patience | None = None,
 ) -> Played:
     """Until each request has emitted `tokens`, or so many rounds are over. `p`: P(a draft token is right)."""
     rng = random.Random(seed)
@@ -129,43 +113,14 @@ def decoupled(
     while live and done < rounds:
         drafter.told.append((now_s + pace.message_s / 2, [(text, text.committed) for text in live]))
         found = [text.verified(now_s, window) for text in live]
-        if patience is not None:
-            now_s = _wait(patience, drafter, live, found, window, now_s)
         rows = len(live) + sum(drafted for drafted, _ in found)
         round_s = pace.round_s.at(len(live), rows / len(live))
         now_s += round_s
         drafter.until(now_s, live)
-        if patience is not None:
-            patience.rounds(round_s)
-            patience.judged([right for drafted, right in found if drafted])
         for text, (_, right) in zip(live, found, strict=True):
             text.committed += right + 1
         live, done = [text for text in live if text.committed < tokens], done + 1
     return Played(rounds=done, tokens=sum(text.committed for text in texts), seconds=now_s)
-
-
-def _wait(
-    patience: Patience,
-    drafter: Drafting,
-    live: list[Text],
-    found: list[tuple[int, int]],
-    window: int,
-    now_s: float,
-) -> float:
-    """As long as it pays; drafts that arrive are put into `found`. When the wait is over."""
-    patience.answers(drafter.answers_s)
-    drafter.answers_s.clear()
-    missing = [i for i, (drafted, _) in enumerate(found) if not drafted]
-    wait_s, expected = patience.bound(len(live), len(missing)) if missing else (0.0, 0.0)
-    if not wait_s:
-        return now_s
-    until_s = now_s + wait_s
-    drafter.until(until_s, live)
-    arrivals = {i: at_s for i in missing if (at_s := live[i].arrival(now_s, until_s)) is not None}
-    for i, at_s in arrivals.items():
-        found[i] = live[i].verified(at_s, window)
-    patience.kept(expected, len(arrivals))
-    return max(arrivals.values()) if len(arrivals) == len(missing) else until_s
 
 
 def coupled(p: float, window: int, pace: Pace, *, tokens: int, seed: int = 0) -> Played:

@@ -23,7 +23,7 @@ from benchmarks.decoupled_speed_bench import MAX_WINDOW, NEW_TOKENS, Bench, Way,
 from benchmarks.decoupled_speed_clock import coupled_of_endless, decoupled_of_endless
 from benchmarks.dialled import Script
 from specactor.planning.plans import Pace, RolloutPlan
-from specactor.planning.profile_grid import beside, by_requests, column, without_waits
+from specactor.planning.profile_grid import beside, by_requests, column
 from specactor.rollout.decoupled.drafter_side import AHEAD
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.sglang.engine_client import Engine
@@ -267,7 +267,7 @@ def _decoupled(bench: Bench, pace: _Pace) -> tuple[list[_Timed], list[Point]]:
                 found, share = bench.rounds(), pace.share(size)
                 timed.verifies.extend(_at(share, _points(found.verifies, size)))
             timed.chosen.extend(_at(share, _points(found.verifies, size)))
-            drafts = without_waits(found.drafts.get("decoupled", ()), bench.figures().get("waited_s", 0.0))
+            drafts = found.drafts.get("decoupled", ())
             timed.drafts.extend(_at(share, _points(drafts, size)))
             over = [(n, total, seconds - step_s[int(n) - 1]) for n, total, seconds in _turns(process)]
             loop += _at(share, [turn for turn in over if turn[2] > 0])

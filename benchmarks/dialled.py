@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from specactor.rollout.decoupled.continuer import Continuer, Lane
+from specactor.rollout.decoupled.drafter_side import Continuer, Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 

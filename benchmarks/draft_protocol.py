@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 
 from benchmarks.results import Result, publish, spread
-from specactor.rollout.decoupled.continuer import Continuer, Lane
+from specactor.rollout.decoupled.drafter_side import Continuer, Lane
 from specactor.rollout.decoupled.main import serve
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
-from specactor.rollout.decoupled.spec import Started
+from specactor.rollout.decoupled.spec import State
 from specactor.rollout.decoupled.transport import Address, Keys, local_endpoint, make_keys
 from specactor.rollout.speculation.drafter import DraftSequence
 
@@ -59,7 +59,7 @@ def measure(requests: int, endpoint: str, *, curve: bool = False, rounds: int = 
     process = _start(endpoint, drafter_keys)
     try:
         assert process.stdout is not None
-        ready = msgspec.json.decode(process.stdout.readline(), type=Started)
+        ready = msgspec.json.decode(process.stdout.readline(), type=State)
         drafter = connect([Address(endpoint=ready.endpoint, keys=engine_keys)], engine="engine", window=WINDOW)
         try:
             return _rounds(drafter, requests, rounds)

@@ -19,7 +19,7 @@ import msgspec
 
 from benchmarks.dialled import Elsewhere
 from benchmarks.results import markdown
-from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.drafter_side import Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
 
 OLD = -1  # position of a lane whose text is not what the request emits

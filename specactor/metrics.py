@@ -109,8 +109,7 @@ SPECULATION: dict[str, str] = {
     "asked again (as the next two: only where there are any)",
     "cut_drafts": "drafts that had more tokens than were asked for, or what is no token",
     "problems": "what was wrong with the drafter: its class and the reason; each is told once",
-    "waited_s": "seconds that rounds waited for drafts (decoupled, as all below)",
-    "drafted_ahead": "draft tokens that the drafter processes made",
+    "drafted_ahead": "draft tokens that the drafter processes made (decoupled, as all below)",
     "wasted_ahead": "draft tokens that the drafter processes threw away: the text went on otherwise, or ended; those "
     "that an engine verified and rejected among them",
     "stale_tails": "drafts that arrived too late, or for another continuation",

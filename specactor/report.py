@@ -267,7 +267,6 @@ def speculation(run: Run) -> list[Panel]:
         ("Rounds", "seconds, predicted and measured", _predictions),
         ("Drafting ahead", "draft tokens per step", _curves(ahead)),
         ("Late drafts and messages", "per step", _curves(lost)),
-        ("Waiting for drafts", "seconds per step", _curves(of(("", "waited_s", "-")))),
         (
             "Drafter processes",
             "share of the generation that they draft",

@@ -211,10 +211,12 @@ def test_rates_come_from_the_seconds_of_their_phase() -> None:
 
 
 def test_figures_of_drafters_and_the_utilisation_of_their_processes() -> None:
-    figures = added_figures([{"decoupled": {"waited_s": 1.0, "stale_tails": 2.0}}, {"decoupled": {"waited_s": 0.5}}])
+    figures = added_figures(
+        [{"decoupled": {"drafted_ahead": 1.0, "stale_tails": 2.0}}, {"decoupled": {"drafted_ahead": 0.5}}]
+    )
     seen = measurements.of_drafters(figures | {"mine": {"unheard_of": 3.0}}, [(1.0, 3), (2.0, 4)])
     assert seen == {
-        "speculation/decoupled/waited_s": 1.5,
+        "speculation/decoupled/drafted_ahead": 1.5,
         "speculation/decoupled/stale_tails": 2.0,
         "speculation/decoupled/busy_s": 3.0,
         "speculation/decoupled/processes": 2,

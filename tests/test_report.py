@@ -338,11 +338,11 @@ def test_what_is_no_run_is_refused_in_one_line(files: dict[str, str], reason: st
 
 
 def test_what_drafter_processes_say_is_drawn_where_they_are(tmp_path: Path) -> None:
-    titles = ("Drafting ahead", "Late drafts and messages", "Waiting for drafts", "Drafter processes")
-    figures = {"drafted_ahead": 90, "wasted_ahead": 30, "stale_tails": 3, "waited_s": 0.5, "utilisation": 0.25}
+    titles = ("Drafting ahead", "Late drafts and messages", "Drafter processes")
+    figures = {"drafted_ahead": 90, "wasted_ahead": 30, "stale_tails": 3, "utilisation": 0.25}
     lines = [step | speculative(OF_SUFFIX | figures, "decoupled") for step in STEPS]
     with_them = report.page(report.Run.read(write_run(tmp_path / "with", [START, *lines])))
     bare = [step | speculative() for step in STEPS]
     without = report.page(report.Run.read(write_run(tmp_path / "without", [START, *bare])))
-    assert [title in with_them for title in titles] == [True] * 4
-    assert [title in without for title in titles] == [False] * 4
+    assert [title in with_them for title in titles] == [True] * 3
+    assert [title in without for title in titles] == [False] * 3

@@ -130,10 +130,10 @@ class Collective:
         control_group()
 
     @property
-    def store(self) -> Store | None:
-        """Return where ranks tell each other without waiting; None for one rank."""
+    def store(self) -> Store:
+        """Return where ranks tell each other without waiting."""
         found: Store = dist.distributed_c10d._get_default_store()
-        return found if self.world > 1 else None
+        return found
 
     def gather_bytes(self, payload: bytes, *, only_first: bool = False) -> list[bytes]:
         """Return every rank's payload; with `only_first` on rank 0 alone."""

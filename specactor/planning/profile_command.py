@@ -37,16 +37,14 @@ from specactor.planning.profile_grid import (
     by_requests,
     cells,
     cost_table,
-    without_waits,
 )
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, DrafterAccess
 from specactor.rollout.drafter_start import Host, draft_shape, make_specs
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
-from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, ROUNDS, Rounds
+from specactor.rollout.sglang.speculation_calls import CONFIGURE, ROUNDS, Rounds
 from specactor.rollout.speculation.costs import METHOD, CostTable, Point, ProcessCosts
-from specactor.rollout.speculation.counters import Figures
 from specactor.rollout.speculation.registry import make_drafters
 from specactor.types import RolloutRequest, SamplingParams
 
@@ -362,10 +360,10 @@ def measure_process(
         if clock() > deadline:
             break
         pace = _pace(engine, config, table, sizes, size)
-        own, rounds, waited_s = _drafted(engine, process, config, sizes, size, lambda: clock() > deadline)
+        own, rounds = _drafted(engine, process, config, sizes, size, lambda: clock() > deadline)
         turns += _at(pace, own)
         # Smaller batches ran before, and their rounds are counted with them.
-        drafts += [p for p in _at(pace, without_waits(rounds.drafts.get(METHOD, ()), waited_s)) if p[0] == size]
+        drafts += [p for p in _at(pace, rounds.drafts.get(METHOD, ())) if p[0] == size]
         verifies += [p for p in _at(pace, rounds.verifies) if p[0] == size]
         on_size(done)
     if not turns or not drafts:
@@ -396,8 +394,8 @@ def _drafted(
     sizes: Sizes,
     size: int,
     is_late: Callable[[], bool],
-) -> tuple[list[Point], Rounds, float]:
-    """Return (turns of the process, rounds of the engine, seconds of waiting for drafts)."""
+) -> tuple[list[Point], Rounds]:
+    """Return (turns of the process, rounds of the engine)."""
     assert engine.ready is not None
     _configure(engine, config, mode="decoupled", drafter=METHOD, window=config.speculation.max_window)
     tokens = min(TOKENS, sizes.longest_response(size, engine.ready.kv_tokens, config.speculation))
@@ -409,5 +407,4 @@ def _drafted(
         if is_late() or sum(n == size for n, _, _ in turns) >= SEEN:
             break
     rounds = msgspec.json.decode(engine.rank_call(ROUNDS, b"", timeout_s=CALL_S)[0], type=Rounds)
-    figures = msgspec.json.decode(engine.rank_call(FIGURES, b"", timeout_s=CALL_S)[0], type=Figures)
-    return turns, rounds, figures.get(METHOD, {}).get("waited_s", 0.0)
+    return turns, rounds

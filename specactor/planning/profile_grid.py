@@ -117,13 +117,6 @@ def beside(table: CostTable, drafts: Sequence[Point], verifies: Iterable[Point])
     return column(found)
 
 
-def without_waits(drafts: Sequence[Point], waited_s: float) -> list[Point]:
-    """Take `waited_s` off `drafts`: engines wait where that pays, and a planner would see a loss."""
-    total_s = sum(seconds for *_, seconds in drafts)
-    share = 1.0 - waited_s / total_s if total_s > waited_s else 1.0
-    return [(n, total, share * seconds) for n, total, seconds in drafts]
-
-
 def column(seconds: Mapping[float, float]) -> Grid:
     axis = sorted(seconds)
     return Grid(requests=tuple(map(float, axis)), per_request=(1.0,), seconds=tuple((seconds[n],) for n in axis))

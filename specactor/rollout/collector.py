@@ -27,7 +27,7 @@ from specactor.rollout.conversations import Conversations
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.grading import Grading
 from specactor.rollout.pool import EnginePool, RolloutOutcome
-from specactor.rollout.refill import Refill, Verdicts
+from specactor.rollout.refill import Refill
 from specactor.rollout.requests import by_id, group_requests, held_out_requests, sampling_of
 from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
 from specactor.rollout.waiting import Waiting, held_back
@@ -146,7 +146,8 @@ class RolloutCollector:
             requests_of=requests_of,
             problem_of=lambda request: drawn[request.group_id],
             teaches=lambda number, responses: self._teaches(drawn[number], responses),
-            verdicts=Verdicts(store=self.collective.store, prefix=f"groups/{step}"),
+            store=self.collective.store,
+            prefix=f"groups/{step}",
             is_own=lambda number: number % self.config.parallel.engines in own,
         )
         found, _ = self._generate([], [], refill=refill)
@@ -167,7 +168,7 @@ class RolloutCollector:
             [t for n in numbers for t in of[n]],
             finished=[t for own in of.values() for t in own],
         )
-        refill.verdicts.forget()
+        refill.forget()
         return groups[:want]
 
     def _teaches(self, problem: Problem, responses: Sequence[Trajectory]) -> tuple[bool, float]:
@@ -353,7 +354,7 @@ class RolloutCollector:
             self._drafters_woken += outcome.drafters_woken
             pending = [*outcome.unfinished, *waiting.left()]
             if refill is not None:
-                refill.verdicts.read()
+                refill.read()
             if not self.collective.any(bool(pending) or (refill is not None and refill.kept is None)):
                 return finished, stopped
             self.replace_lost()

@@ -125,18 +125,10 @@ class Conversations:
     def is_agent(self, request_id: str) -> bool:
         return self._open[request_id].session is not None
 
-    def is_streamed(self, turn: RolloutRequest) -> bool:
-        session = self._session(turn.request_id)
-        return session is not None and session.is_streamed(turn.request_id)
-
     def is_open(self, turn_id: str) -> bool:
         """Return whether an agent waits for its turn."""
         session = self._session(turn_id)
         return session is not None and session.is_open(turn_id)
-
-    def hear_so_far(self, so_far: Trajectory) -> None:
-        if (session := self._session(so_far.request_id)) is not None:
-            session.hear_so_far(so_far)
 
     def hear(self, response: Trajectory, parse: Parse) -> None:
         if (session := self._session(response.request_id)) is not None:

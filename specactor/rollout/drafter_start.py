@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 
 from specactor.config import Config
@@ -46,12 +46,8 @@ class Host:
         return tuple((index, device) for index, device in self.own_engines if shared[device] == 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Offer:
-    """A rank's message about the drafters that it starts."""
-
-    host: View
-    drafters: tuple[Address, ...] = ()
+Offer = tuple[View, tuple[Address, ...]]
+"""A rank's host, and the drafters that it starts."""
 
 
 def make_specs(
@@ -249,21 +245,19 @@ def drafting_hosts(config: Config, hosts: Sequence[View]) -> list[View]:
     return [host for host in numbered if host in verifying]
 
 
-def offer(specs: Sequence[DrafterSpec], host: View) -> tuple[list[DrafterSpec], Offer]:
-    """Return the drafters with keys, and what all ranks are sent."""
-    if not specs:
-        return [], Offer(host=host)
+def with_keys(specs: Sequence[DrafterSpec]) -> tuple[list[DrafterSpec], tuple[Address, ...]]:
+    """Return the drafters, and how engines reach them, which all ranks are sent."""
     engine_keys, drafter_keys = make_keys()
     addresses = tuple(Address(endpoint=s.endpoint, keys=engine_keys, drafter=s.drafter) for s in specs)
-    return [replace(spec, keys=drafter_keys) for spec in specs], Offer(host=host, drafters=addresses)
+    return [replace(spec, keys=drafter_keys) for spec in specs], addresses
 
 
 def access(config: Config, offers: Sequence[Offer], *, host: View, engine: int) -> DrafterAccess:
     """Return an engine's drafters. Those of its host come first, and are preferred at equal loads."""
-    there = [each for each in offers if each.host == host]
-    elsewhere = [each for each in offers if each.host != host and config.parallel.drafter_hosts]
+    there = [drafters for of, drafters in offers if of == host]
+    elsewhere = [drafters for of, drafters in offers if of != host and config.parallel.drafter_hosts]
     return DrafterAccess(
-        drafters=tuple(address for each in there + elsewhere for address in each.drafters),
+        drafters=tuple(chain(*there, *elsewhere)),
         engine=f"engine-{engine}",
         may_be_none=config.lends_devices,
     )
@@ -322,9 +316,9 @@ def start_drafters(
             make_specs(config, host, max_position=max_position, log_dir=log_dir, endpoint=endpoint) if starts else []
         ),
     )
-    own, message = offer(specs, own_host)
+    own, addresses = with_keys(specs)
     pool = stack.enter_context(DrafterPool(own, on_gpus=host.has_gpus))
-    offers = collective.gather(message, Offer)
+    offers = list(zip(views, collective.gather(addresses, tuple[Address, ...]), strict=True))
     return pool, lambda engine: access(config, offers, host=own_host, engine=engine)
 
 

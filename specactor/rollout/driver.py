@@ -13,7 +13,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from specactor.errors import DataError, EngineError
 from specactor.rollout import resume
@@ -23,23 +23,12 @@ from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.refill import Refill
 from specactor.rollout.session import TURN
 from specactor.rollout.sglang.engine_client import Engine
-from specactor.rollout.tail import BorrowedDevices, EngineLoad, Running, WakeWhereItPays
+from specactor.rollout.tail import BorrowedDevices, EngineLoad, WakeWhereItPays
 from specactor.rollout.waiting import Waiting
 from specactor.types import RolloutRequest, Trajectory
 
 POLL_S = 0.02  # between looks at what other ranks have found of their groups
 REPORT_TOKENS = 64  # an engine reports a running request every so many tokens
-
-
-@dataclass(frozen=True, slots=True)
-class _Event:
-    engine: int
-    request: RolloutRequest | None = None  # None: the call has ended
-    response: Trajectory | None = None
-    ended: bool = False  # the response, or the call
-    error: BaseException | None = None
-    answer: EnvironmentAnswer | None = None  # of an environment, to `request`
-    is_scored: bool = False  # the response was kept before, and can be judged now
 
 
 class Driver:
@@ -81,7 +70,7 @@ class Driver:
         self._missing: Counter[int] = Counter()
         self._complete = 0
         self._stopping = False
-        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # what the thread of `run` is to do
         self._threads: list[threading.Thread] = []
 
     @property
@@ -103,8 +92,8 @@ class Driver:
             self._draw()
             self._fill()
             while self._open_calls or self._thinking or self._waits or (self._unscored and not self._stopping):
-                for event in self._next():
-                    self._take(event)
+                for act in self._next():
+                    act()
                 self._send_turns()
                 self._draw()
                 self._fill()
@@ -166,11 +155,11 @@ class Driver:
         self._thinking[request.request_id] = engine, request
         self._emitted.pop(request.request_id, None)
         self._conversations.ask(
-            request.request_id, response, lambda answer: self._events.put(_Event(engine, request, answer=answer))
+            request.request_id, response, lambda answer: self._events.put(partial(self._answered, answer))
         )
 
-    def _next(self) -> list[_Event]:
-        conversations, found = self._conversations, []
+    def _next(self) -> list[Callable[[], None]]:
+        conversations, found = self._conversations, list[Callable[[], None]]()
         try:
             waits = [conversations.wait_s() if conversations else None, POLL_S if self._refill is not None else None]
             found.append(self._events.get(timeout=min((s for s in waits if s is not None), default=None)))
@@ -178,17 +167,10 @@ class Driver:
                 found.append(self._events.get_nowait())
         except queue.Empty:
             if conversations is not None and not found:
-                overdue = conversations.overdue()
-                return [_Event(*self._thinking[answer.request_id], answer=answer) for answer in overdue]
+                return [partial(self._answered, answer) for answer in conversations.overdue()]
         return found
 
     def _send(self, position: int, requests: Sequence[RolloutRequest]) -> None:
-        conversations = self._conversations
-        streamed = [r for r in requests if conversations is not None and conversations.is_streamed(r)]
-        self._call(position, [request for request in requests if request not in streamed], self._report_tokens)
-        self._call(position, streamed, 1)
-
-    def _call(self, position: int, requests: Sequence[RolloutRequest], report_tokens: int) -> None:
         if not requests:
             return
         self._borrowed.give_back(position)
@@ -197,56 +179,49 @@ class Driver:
         sent = dict(by_id)
 
         def finish(response: Trajectory) -> None:
-            self._events.put(_Event(position, sent[response.request_id], response, ended=True))
+            self._events.put(partial(self._heard, position, sent[response.request_id], response, has_ended=True))
 
         def report(request: RolloutRequest, so_far: Trajectory) -> None:
-            self._events.put(_Event(position, request, so_far))
+            self._events.put(partial(self._heard, position, request, so_far))
 
         def call() -> None:
             error: BaseException | None = None
             try:
                 self._engines[position].generate(
-                    requests, on_finished=finish, on_progress=report, report_tokens=report_tokens
+                    requests, on_finished=finish, on_progress=report, report_tokens=self._report_tokens
                 )
             except BaseException as raised:  # handed to the thread of `run`
                 error = raised
-            self._events.put(_Event(position, ended=True, error=error))
+            self._events.put(partial(self._call_ended, position, error))
 
         self._open_calls += 1
         self._threads.append(threading.Thread(target=call, name=f"calls-{position}", daemon=True))
         self._threads[-1].start()
 
-    def _take(self, event: _Event) -> None:
-        if event.answer is not None:
-            self._answered(event.answer)
+    def _call_ended(self, engine: int, error: BaseException | None) -> None:
+        self._open_calls -= 1
+        if error is None:
             return
-        if event.is_scored and event.response is not None and self._refill is not None:
-            self._unscored -= 1
-            if not self._stopping:
-                self._refill.done(event.response)
-            return
-        if event.request is None or event.response is None:
-            self._open_calls -= 1
-            if event.error is not None:
-                if not isinstance(event.error, ChildDied):
-                    raise event.error
-                for lost in self._running.pop(event.engine, {}):
-                    if self._is_open(lost):  # an agent waits for it; one that gave a call up goes on
-                        self._thinking.pop(lost.partition(TURN)[0], None)
-            return
-        request, response = event.request, event.response
+        if not isinstance(error, ChildDied):
+            raise error
+        for lost in self._running.pop(engine, {}):
+            if self._is_open(lost):  # an agent waits for it; one that gave a call up goes on
+                self._thinking.pop(lost.partition(TURN)[0], None)
+
+    def _heard(self, engine: int, request: RolloutRequest, response: Trajectory, *, has_ended: bool = False) -> None:
+        """Take a response, or what there is of one."""
         self._rounds = max(self._rounds, len(response.token_ids) - resume.num_begun(request))
-        if not event.ended:
-            self._progressed(event.engine, request, response)
+        if not has_ended:
+            self._progressed(engine, request, response)
         elif TURN in request.request_id:
-            self._answer_agent(event.engine, response)
+            self._answer_agent(engine, response)
         else:
-            self._running.get(event.engine, {}).pop(request.request_id, None)
+            self._running.get(engine, {}).pop(request.request_id, None)
             talks = self._conversations is not None and request.request_id in self._conversations
             if talks and self._stopping:
                 self._drop(request)
             elif talks and response.finish_reason != "abort":
-                self._ask(event.engine, request, response)
+                self._ask(engine, request, response)
             elif response.finish_reason == "abort" and self._stopping:
                 self.stopped[request.request_id] = resume.going_on(request, response)
             else:
@@ -329,8 +304,6 @@ class Driver:
         if ends and request.request_id not in self._emitted:
             self._abort(engine, [request.request_id])
         self._emitted[request.request_id] = len(so_far.token_ids)
-        if self._conversations is not None:
-            self._conversations.hear_so_far(so_far)
 
     def _keep(self, response: Trajectory) -> None:
         self.done[response.request_id] = response
@@ -339,10 +312,15 @@ class Driver:
         self._notify(response)
         if self._refill is not None and not self._stopping:
             self._unscored += 1
-            scored = _Event(-1, response=response, is_scored=True)
-            self._refill.when_scored(response, lambda: self._events.put(scored))
+            self._refill.when_scored(response, lambda: self._events.put(partial(self._scored, response)))
         if self._enough is not None and self._complete >= self._enough and not self._stopping:
             self._stop()
+
+    def _scored(self, response: Trajectory) -> None:
+        assert self._refill is not None
+        self._unscored -= 1
+        if not self._stopping:
+            self._refill.done(response)
 
     def _stop(self) -> None:
         self._stopping = True
@@ -366,10 +344,7 @@ class Driver:
                 engine=engine,
                 slots=self._engines[engine].spec.config.max_running_requests,
                 running=tuple(
-                    Running(
-                        emitted=self._emitted.get(name, resume.num_begun(request)),
-                        max_new_tokens=request.sampling.max_new_tokens,
-                    )
+                    (self._emitted.get(name, resume.num_begun(request)), request.sampling.max_new_tokens)
                     for name, request in requests.items()
                 ),
             )

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,12 +65,12 @@ def is_refusal(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What is new of one choice; its last part has a finish reason."""
+    """One choice of an answer."""
 
     choice: int
     delta: dict[str, Any]
     tokens: list[tuple[str, float]] = field(default_factory=list)  # with their log-probabilities
-    finish_reason: str | None = None
+    finish_reason: str
     num_prompt: int = 0
     num_completion: int = 0
 
@@ -82,7 +82,7 @@ class ChatCall:
     body: Body
     loop: asyncio.AbstractEventLoop
     answers: asyncio.Queue[Part | Refusal] = field(default_factory=asyncio.Queue)
-    missing: int = 1  # choices that are not answered
+    missing: int = 1  # choices that are not answered; what was answered is sent when none is
     is_given_up: bool = False  # its client hung up before
 
     def tell(self, answer: Part | Refusal) -> None:
@@ -153,7 +153,10 @@ class Endpoint:
             head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": body.model}
             take(call)
             try:
-                return await _stream(request, call, head) if body.stream else _json(await _whole(call, head))
+                parts = await _parts(call)
+                if body.stream:
+                    return await _stream(request, call, head, parts)
+                return _json(_whole(call, head, parts))
             except (asyncio.CancelledError, ConnectionError):  # the client has hung up
                 if call.missing:
                     call.is_given_up = True
@@ -165,17 +168,18 @@ class Endpoint:
             return _refused(Refusal(f"body: {error}. Correct or leave it out."))
 
 
-async def _parts(call: ChatCall) -> AsyncIterator[Part]:
+async def _parts(call: ChatCall) -> list[Part]:
+    parts: list[Part] = []
     while call.missing:
         answer = await call.answers.get()
         if isinstance(answer, Refusal):
             raise answer
-        call.missing -= answer.finish_reason is not None
-        yield answer
+        call.missing -= 1
+        parts.append(answer)
+    return sorted(parts, key=lambda part: part.choice)
 
 
-async def _whole(call: ChatCall, head: dict[str, Any]) -> dict[str, Any]:
-    parts = sorted([part async for part in _parts(call)], key=lambda part: part.choice)
+def _whole(call: ChatCall, head: dict[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
     choices = [
         {
             "index": part.choice,
@@ -188,23 +192,20 @@ async def _whole(call: ChatCall, head: dict[str, Any]) -> dict[str, Any]:
     return {**head, "object": "chat.completion", "choices": choices, "usage": _usage(parts)}
 
 
-async def _stream(request: web.Request, call: ChatCall, head: dict[str, Any]) -> web.StreamResponse:
-    """Send server-sent events; the status waits for the first part, maybe a refusal."""
+async def _stream(
+    request: web.Request, call: ChatCall, head: dict[str, Any], parts: Sequence[Part]
+) -> web.StreamResponse:
+    """Send each choice whole, as a server-sent event."""
     head |= {"object": "chat.completion.chunk"}
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    begun: set[int] = set()
-    ended: list[Part] = []
-    async for part in _parts(call):
-        if not begun:
-            await response.prepare(request)
-        role = {} if part.choice in begun else {"role": "assistant"}
-        begun.add(part.choice)
-        choice = {"index": part.choice, "delta": role | part.delta, "logprobs": _logprobs(call, part)}
-        event = {**head, "choices": [{**choice, "finish_reason": part.finish_reason}]}
-        await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
-        ended += [part] if part.finish_reason else []
+    events: list[dict[str, Any]] = []
+    for part in parts:
+        choice = {"index": part.choice, "delta": {"role": "assistant"} | part.delta, "logprobs": _logprobs(call, part)}
+        events.append({**head, "choices": [{**choice, "finish_reason": part.finish_reason}]})
     if (call.body.stream_options or {}).get("include_usage"):
-        event = {**head, "choices": [], "usage": _usage(ended)}
+        events.append({**head, "choices": [], "usage": _usage(parts)})
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for event in events:
         await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     return response
@@ -220,8 +221,8 @@ def _logprobs(call: ChatCall, part: Part) -> dict[str, Any] | None:
     return {"content": tokens}
 
 
-def _usage(ended: list[Part]) -> dict[str, int]:
-    prompt, completion = ended[0].num_prompt, sum(part.num_completion for part in ended)
+def _usage(parts: Sequence[Part]) -> dict[str, int]:
+    prompt, completion = parts[0].num_prompt, sum(part.num_completion for part in parts)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 

@@ -18,36 +18,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Verdicts:
-    """A list that all ranks append to; without a store, this rank's own."""
-
-    store: Store | None
-    prefix: str
-    told: list[str] = field(default_factory=list)
-    """What this rank has read."""
-    _own: list[str] = field(default_factory=list)
-
-    def tell(self, text: str) -> None:
-        if self.store is None:
-            self.told.append(text)
-            return
-        key = f"{self.prefix}/{self.store.add(f'{self.prefix}/n', 1)}"
-        self.store.set(key, text)
-        self._own.append(key)
-
-    def read(self) -> None:
-        if self.store is not None:
-            count = self.store.add(f"{self.prefix}/n", 0)
-            self.told += [self.store.get(f"{self.prefix}/{i + 1}").decode() for i in range(len(self.told), count)]
-
-    def forget(self) -> None:
-        """Delete this rank's keys, and the counter, once all ranks have read them."""
-        if self.store is not None:
-            for key in (*self._own, f"{self.prefix}/n"):
-                self.store.delete_key(key)
-
-
-@dataclass(kw_only=True)
 class Refill:
     want: int
     """Groups to keep."""
@@ -62,7 +32,9 @@ class Refill:
     problem_of: Callable[[RolloutRequest | Trajectory], Problem]
     teaches: Callable[[int, Sequence[Trajectory]], tuple[bool, float]]
     """Of a group: whether something is learned from it, and its success rate."""
-    verdicts: Verdicts
+    store: Store
+    """Holds, under `prefix`, a list that all ranks append to."""
+    prefix: str
     begin: Callable[[Sequence[RolloutRequest]], None] = lambda requests: None
     """Sees requests before they are given."""
     when_scored: Callable[[Trajectory, Callable[[], None]], None] = lambda response, then: then()
@@ -74,6 +46,24 @@ class Refill:
     given: int = 0
     """Groups of which this rank has taken, or left to others, the requests."""
     finished: dict[int, list[Trajectory]] = field(default_factory=dict)
+    _told: list[str] = field(default_factory=list)
+    """What this rank has read of the list."""
+    _own: list[str] = field(default_factory=list)
+    """Keys that it has written."""
+
+    def _tell(self, text: str) -> None:
+        key = f"{self.prefix}/{self.store.add(f'{self.prefix}/n', 1)}"
+        self.store.set(key, text)
+        self._own.append(key)
+
+    def read(self) -> None:
+        count = self.store.add(f"{self.prefix}/n", 0)
+        self._told += [self.store.get(f"{self.prefix}/{i + 1}").decode() for i in range(len(self._told), count)]
+
+    def forget(self) -> None:
+        """Delete this rank's keys, and the counter, once all ranks have read them."""
+        for key in (*self._own, f"{self.prefix}/n"):
+            self.store.delete_key(key)
 
     @property
     def known(self) -> dict[int, bool]:
@@ -87,7 +77,7 @@ class Refill:
 
     @property
     def _words(self) -> list[list[str]]:
-        return [words for text in self.verdicts.told if len(words := text.split(":")) == 3]
+        return [words for text in self._told if len(words := text.split(":")) == 3]
 
     @property
     def kept(self) -> list[int] | None:
@@ -109,7 +99,7 @@ class Refill:
 
     def more(self) -> list[RolloutRequest]:
         """Return the requests drawn since the last call, for this rank's engines."""
-        self.verdicts.read()
+        self.read()
         start, self.given = self.given, self.given if self.kept is not None else max(self.given, self.drawn)
         new = [r for number in range(start, self.given) if self.is_own(number) for r in self.requests_of(number)]
         self.begin(new)
@@ -121,14 +111,14 @@ class Refill:
         of_group.append(response)
         if len(of_group) == self.size:
             kept, rate = self.teaches(response.group_id, of_group)
-            self.verdicts.tell(f"{response.group_id}:{int(kept)}:{rate!r}")
-            self.verdicts.read()
+            self._tell(f"{response.group_id}:{int(kept)}:{rate!r}")
+            self.read()
 
     def leave(self) -> None:
         """Tell others that this rank cannot go on before all meet."""
-        self.verdicts.tell(f"left:{self.attempt}")
+        self._tell(f"left:{self.attempt}")
 
     @property
     def is_over(self) -> bool:
         """Return whether idle ranks may stop waiting."""
-        return self.kept is not None or f"left:{self.attempt}" in self.verdicts.told
+        return self.kept is not None or f"left:{self.attempt}" in self._told

@@ -86,7 +86,6 @@ class Session:
             raise DataError("agents: the model's tokenizer has no chat template. Give one to the model's folder.")
         self._request, self._tokenizer, self._longest = request, tokenizer, max_prompt_tokens
         self._open: dict[str, _Turn] = {}
-        self._streamed: dict[str, tuple[int, int]] = {}  # characters and tokens that were sent of streamed turns
         self._branches: list[_Branch] = []
         # messages up to a response's end -> its branch, and the tokens until there
         self._places: dict[tuple[object, ...], tuple[_Branch, int]] = {}
@@ -97,11 +96,6 @@ class Session:
     @property
     def turns(self) -> list[RolloutRequest]:
         return [turn.request for turn in self._open.values()]
-
-    def is_streamed(self, request_id: str) -> bool:
-        """Return whether parts are wanted; a response that may call tools is read as a whole."""
-        body = self._open[request_id].call.body if self.is_open(request_id) else None
-        return body is not None and bool(body.stream) and not body.tools
 
     def is_open(self, request_id: str) -> bool:
         return request_id in self._open
@@ -122,14 +116,6 @@ class Session:
         self._open |= {turn.request.request_id: turn for turn in turns}
         return [turn.request for turn in turns]
 
-    def hear_so_far(self, so_far: Trajectory) -> None:
-        """Send what there is, but for characters that may begin a stop."""
-        if not self.is_streamed(so_far.request_id):
-            return
-        turn = self._open[so_far.request_id]
-        text = self._text(turn, so_far).rstrip("\ufffd")
-        self._tell(turn, so_far, text[: len(text) - max((len(s) - 1 for s in turn.request.sampling.stop), default=0)])
-
     def hear(self, response: Trajectory, parse: Parse) -> None:
         if (turn := self._open.get(response.request_id)) is None:  # its call was given up
             self._num_sampled += len(response.token_ids)
@@ -147,14 +133,13 @@ class Session:
         self._num_sampled += len(response.token_ids)
         answer = _normal({"role": "assistant", "content": text, "tool_calls": calls})
         self._places.setdefault((turn.tools, *turn.before, _said(answer)), (own, len(own.so_far.token_ids)))
-        self._tell(turn, response, text, calls, "tool_calls" if calls else response.finish_reason)
+        self._tell(turn, response, text, calls)
 
     def _undo(self, call: ChatCall) -> None:
-        """Forget a call, heard or not, and its noise, unless some of the answer was streamed."""
+        """Forget a call, heard or not, and its noise."""
         turns = [turn for turn in self._open.values() if turn.call is call]
         for turn in turns:
             del self._open[turn.request.request_id]
-            self._streamed.pop(turn.request.request_id, None)
             turn.branch.is_open = False
         for branch in self._branches:
             if (last := branch.last) is not None and last.call is call and not branch.is_open:
@@ -163,7 +148,7 @@ class Session:
         self._branches = [branch for branch in self._branches if branch.is_open or branch.so_far.token_ids]
         self._places = {k: (of, end) for k, (of, end) in self._places.items() if end <= len(of.so_far.token_ids)}
         for turn in turns:
-            if self._asked[turn.asked] == turn.repeat + 1 and not call.body.stream:
+            if self._asked[turn.asked] == turn.repeat + 1:
                 self._asked[turn.asked] = turn.repeat
         self._num_sampled += 1  # so that a session that only hangs up ends, too
 
@@ -297,29 +282,20 @@ class Session:
         ends = [end for stop in turn.request.sampling.stop if (end := text.find(stop)) >= 0]
         return text[: min(ends)] if ends else text
 
-    def _tell(
-        self, turn: _Turn, response: Trajectory, text: str, calls: Sequence[Mapping[str, Any]] = (), reason: str = ""
-    ) -> None:
-        """Send what is new; a reason ends the response."""
-        characters, tokens = self._streamed.pop(turn.request.request_id, (0, 0))
-        if not reason and len(text) <= characters:
-            self._streamed[turn.request.request_id] = characters, tokens
-            return
-        delta: dict[str, Any] = {"content": text[characters:]} if text or not calls else {}
+    def _tell(self, turn: _Turn, response: Trajectory, text: str, calls: Sequence[Mapping[str, Any]]) -> None:
+        delta: dict[str, Any] = {"content": text} if text or not calls else {}
         if calls:
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         told: list[tuple[str, float]] = []
         if turn.call.body.logprobs:
-            pairs = zip(response.token_ids[tokens:], response.logprobs[tokens:], strict=True)
+            pairs = zip(response.token_ids, response.logprobs, strict=True)
             told = [(str(self._tokenizer.decode([token])), logprob) for token, logprob in pairs]
-        if not reason:
-            self._streamed[turn.request.request_id] = len(text), len(response.token_ids)
         turn.call.tell(
             Part(
                 choice=turn.choice,
                 delta=delta,
                 tokens=told,
-                finish_reason=reason or None,
+                finish_reason="tool_calls" if calls else response.finish_reason,
                 num_prompt=len(turn.request.prompt_ids),
                 num_completion=len(response.token_ids),
             )

@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
 
 import numpy as np
 
@@ -28,16 +27,10 @@ RETURN_SHARE = 0.2  # of the way back to the first belief, per step without any 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
-    emitted: int
-    max_new_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class EngineLoad:
     engine: int
     slots: int  # requests that it decodes together; others wait
-    running: tuple[Running, ...]
+    running: tuple[tuple[int, int], ...]  # tokens emitted, and at most, of each request
     wake_rounds: float | None = None  # until the drafter on its device is awake; None: it is busy, or none sleeps
 
 
@@ -60,7 +53,7 @@ class WakeWhereItPays:
         if not wakes:
             return None
         soonest, engine = min(wakes)
-        lengths = Lengths(finished)
+        lengths = sorted(finished)
         # One drafter drafts for all requests, so its time is charged for all.
         served = sum(min(len(load.running), load.slots) for load in loads)
 
@@ -71,12 +64,12 @@ class WakeWhereItPays:
         pays = any(
             gain_after(
                 soonest + self.notice_rounds,
-                lengths.expected_left(request.emitted, request.max_new_tokens),
+                expected_left(lengths, emitted, limit),
                 faster(min(len(load.running), load.slots)),
             )
             > 1.0 + self.margin
             for load in loads
-            for request in load.running
+            for emitted, limit in load.running
         )
         return engine if pays else None
 
@@ -104,16 +97,11 @@ def tail_policy(config: Config) -> WakeWhereItPays | None:
     return WakeWhereItPays(max_window=max_window) if config.lends_devices else None
 
 
-class Lengths:
-    def __init__(self, finished: Iterable[int] = ()) -> None:
-        self._sorted = sorted(finished)
-        self._sums = list(accumulate(reversed(self._sorted), initial=0))
-
-    def expected_left(self, emitted: int, limit: int) -> float:
-        """Return the tokens left if a response goes on as longer ones did, from 1 to the limit."""
-        longer = len(self._sorted) - bisect_right(self._sorted, emitted)
-        mean = self._sums[longer] / longer if longer else float(limit)
-        return max(1.0, min(mean, limit) - emitted)
+def expected_left(lengths: Sequence[int], emitted: int, limit: int) -> float:
+    """Return the tokens left if a response goes on as longer ones did, from 1 to the limit. `lengths` rise."""
+    longer = lengths[bisect_right(lengths, emitted) :]
+    mean = sum(longer) / len(longer) if longer else float(limit)
+    return max(1.0, min(mean, limit) - emitted)
 
 
 class BorrowedDevices:

@@ -49,8 +49,7 @@ class Waiting:
     """Engines of this rank."""
     slots: int
     """Requests that an engine runs at once."""
-    store: Store | None
-    """None where there is one rank."""
+    store: Store
     prefix: str
     begin: Callable[[Sequence[RolloutRequest]], object] = lambda requests: None
     """Sees requests before they are given."""
@@ -60,8 +59,6 @@ class Waiting:
     """Groups taken from the front of each of this rank's lists."""
     _over: set[int] = field(default_factory=set)
     """Lists that are known to be empty."""
-    _alone: Counter[str] = field(default_factory=Counter)
-    """The counts, without a store."""
 
     def without(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
         """Return the requests that are sent at once."""
@@ -98,9 +95,8 @@ class Waiting:
             groups = self.lists[engine]
             end = len(groups) - self._add(f"{engine}/end", 0)
             found += [request for group in groups[self._fronts[engine] : end] for request in group]
-            if self.store is not None:
-                for name in ("taken", "end"):
-                    self.store.delete_key(f"{self.prefix}/{engine}/{name}")
+            for name in ("taken", "end"):
+                self.store.delete_key(f"{self.prefix}/{engine}/{name}")
         self.lists = {}
         return self._given(found)
 
@@ -129,7 +125,4 @@ class Waiting:
         return None
 
     def _add(self, name: str, amount: int) -> int:
-        if self.store is None:
-            self._alone[name] += amount
-            return self._alone[name]
         return self.store.add(f"{self.prefix}/{name}", amount)

@@ -160,9 +160,7 @@ def test_a_round_is_summed_up() -> None:
     counts = Counts()
     counts.round([2, 0], [1, 0], verify_s=0.010, draft_s=0.004)
     counts.round([0, 0], [0, 0], verify_s=0.010, draft_s=0.002)
-    assert Rounds.of(counts, 0.002, 5) == Rounds(
-        requests=2.0, verify_s=0.010, ahead_s=0.003, waited_s=0.001, drafted=1.0, accepted=0.5
-    )
+    assert Rounds.of(counts, 5) == Rounds(requests=2.0, verify_s=0.010, ahead_s=0.003, drafted=1.0, accepted=0.5)
 
 
 def test_survival_never_rises() -> None:

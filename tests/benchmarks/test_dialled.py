@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from benchmarks.dialled import SCRIPT, Elsewhere, InEngine, Script, Text
-from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.drafter_side import Lane
 from specactor.rollout.speculation.drafter import DraftSequence
 
 RIGHT = [i * 7 % 13 for i in range(2000)]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
-from specactor.planning.profile_grid import Cell, beside, by_requests, cells, cost_table, without_waits
+from specactor.planning.profile_grid import Cell, beside, by_requests, cells, cost_table
 from specactor.rollout.speculation.costs import CostTable, Grid, Point
 
 
@@ -62,15 +62,6 @@ TABLE = CostTable.fit(POINTS)
 def test_means_leave_out_stalls_and_what_was_seldom_seen() -> None:
     turns = [(2, 4, 0.004)] * 9 + [(2, 2, 0.1)] + [(1, 1, 9.0)]
     assert by_requests(turns) == Grid(requests=(2.0,), per_request=(1.0,), seconds=((0.002,),))
-
-
-def test_waits_are_no_costs() -> None:
-    assert without_waits([(1, 4, 0.003), (2, 4, 0.001)], 0.001) == [
-        (1, 4, pytest.approx(0.00225)),
-        (2, 4, pytest.approx(0.00075)),
-    ]
-    assert without_waits([(1, 4, 0.003)], 0.004) == [(1, 4, 0.003)], "others waited, too"
-    assert without_waits([], 0.1) == []
 
 
 def test_nothing_seen_is_an_error() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import accumulate
 from operator import mul
 
 import pytest
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from benchmarks.decoupled_speed_clock import decoupled
 from specactor.errors import PlanError
 from specactor.planning.plans import Pace, coupled_tokens, running
-from specactor.rollout.decoupled.remote_drafter import Patience
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
 from tests.lib.pipelined import pipelined
@@ -45,12 +44,6 @@ def on_a_clock(p: float, window: int, of: Pace) -> tuple[float, float]:
     return played.tokens / played.rounds / of.requests, played.seconds / played.rounds
 
 
-def where_verifiers_wait(p: float, window: int, of: Pace) -> tuple[float, float]:
-    """The same, for drafts where that pays, as an engine does."""
-    played = decoupled(p, window, of, rounds=ROUNDS, patience=Patience())
-    return played.tokens / played.rounds / of.requests, played.seconds / played.rounds
-
-
 def by_the_chain(p: float, window: int, of: Pace) -> tuple[float, float]:
     found = running(survival_of(p, window + 1), window, of)
     return found.tokens, found.round_s
@@ -76,17 +69,6 @@ def test_speeds_are_those_of_a_clock() -> None:
     check_speed(by_the_chain, 0.03)
     with pytest.raises(AssertionError):
         check_speed(as_if_windows_were_there, 0.03)
-
-
-def test_waits_for_drafts_may_be_left_out_unless_drafters_are_quick() -> None:
-    def played_of_predicted(p: float, share: float, requests: int) -> float:
-        at = pace(share * BASE_S, requests)
-        (tokens, seconds), (found, round_s) = where_verifiers_wait(p, 4, at), by_the_chain(p, 4, at)
-        return tokens / seconds / (found / round_s)
-
-    for p, share, requests in product((0.4, 0.6, 0.8, 0.9), (0.1, 0.3), (1, 4)):
-        assert played_of_predicted(p, share, requests) == pytest.approx(1.0, abs=0.08), (p, share, requests)
-    assert played_of_predicted(0.6, 0.02, 1) > 1.08
 
 
 @settings(deadline=None, max_examples=30)

@@ -24,8 +24,8 @@ from specactor.rollout.drafter_start import (
     drafting_hosts,
     host_of,
     make_specs,
-    offer,
     place,
+    with_keys,
 )
 
 HOST = Host(ranks=2, engines=2, devices=(0, 1, 2, 3), has_gpus=False)
@@ -73,7 +73,7 @@ def test_processes_draft_with_the_draft_models_in_turn(tmp_path: Path) -> None:
         ("decoupled:2", str(folders[1]), 20, 400),
         ("decoupled", str(folders[0]), 30, 600),
     ]
-    told = offer(specs, View("here"))[1]
+    told = View("here"), with_keys(specs)[1]
     reached = access(made, [msgspec.json.decode(msgspec.json.encode(told), type=Offer)], host=View("here"), engine=0)
     assert [address.drafter for address in reached.drafters] == [spec.drafter for spec in specs]
     [second] = make_specs(listed(tmp_path, "decoupled:2", processes=1)[0], HOST, max_position=30, log_dir=tmp_path)
@@ -202,12 +202,12 @@ def test_drafters_that_sleep_on_devices_of_engines(tmp_path: Path) -> None:
 def test_engines_reach_the_drafters_of_their_host_alone(tmp_path: Path) -> None:
     made = config(tmp_path)
     specs = make_specs(made, HOST, max_position=30, log_dir=tmp_path)
-    own, told = offer(specs, View("here"))
-    there = offer(specs, View("there"))[1]
-    nobody = offer([], View("here"))[1]
-    assert nobody == Offer(host=View("here"))
+    own, addresses = with_keys(specs)
+    told, there = (View("here"), addresses), (View("there"), with_keys(specs)[1])
+    nobody = View("here"), with_keys([])[1]
+    assert nobody == (View("here"), ())
     got = access(made, [nobody, there, told], host=View("here"), engine=4)
-    keys = told.drafters[0].keys
+    keys = addresses[0].keys
     assert keys is not None
     assert got.drafters == tuple(Address(endpoint=spec.endpoint, keys=keys) for spec in specs)
     assert len({address.endpoint for address in got.drafters}) == 3
@@ -237,9 +237,9 @@ def test_two_launchers_on_a_machine_that_see_other_devices(tmp_path: Path) -> No
     for rank, view in enumerate(views):
         own_engines = tuple((i, first) for i, (owner, first) in enumerate(places) if owner == rank)
         host = replace(HOST, own_engines=own_engines)
-        own, told = offer(make_specs(lent, host, max_position=30, log_dir=tmp_path), host_of(lent, view))
+        own, addresses = with_keys(make_specs(lent, host, max_position=30, log_dir=tmp_path))
         specs += own
-        offers.append(told)
+        offers.append((host_of(lent, view), addresses))
     assert [(spec.index, spec.engine, spec.device) for spec in specs] == [(0, 0, 0), (1, 1, 2), (2, 2, 0), (3, 3, 2)]
     assert len({spec.log_file for spec in specs}) == 4
     endpoints = [spec.endpoint for spec in specs]
@@ -284,9 +284,9 @@ def test_engines_reach_the_drafters_of_all_hosts_with_the_keys_of_each(tmp_path:
         ports = iter(f"tcp://10.0.0.{rank}:{number}" for number in (4001, 4002))
         starts = view in drafting and RANKS.index(view) == rank
         found = make_specs(made, host, max_position=30, log_dir=tmp_path, endpoint=ports.__next__) if starts else []
-        own, told = offer(found, view)
+        own, addresses = with_keys(found)
         specs += own
-        offers.append(told)
+        offers.append((view, addresses))
     assert [spec.index for spec in specs] == [0, 1, 2, 3]
     assert len({spec.log_file for spec in specs}) == 4, "hosts share the run's folder"
     assert {spec.max_requests for spec in specs} == {20}, "each has room for those of all engines"

@@ -131,7 +131,7 @@ def test_drafters_are_where_engines_look(tmp_path: Path, monkeypatch: pytest.Mon
 
 def keys_of_the_first(config: Config, offers: Sequence[Offer], **of: Any) -> DrafterAccess:
     """For the drafters of all hosts."""
-    keys = next(offer.drafters[0].keys for offer in offers if offer.drafters)
+    keys = next(drafters[0].keys for _, drafters in offers if drafters)
     found = access(config, offers, **of)
     return replace(found, drafters=tuple(replace(address, keys=keys) for address in found.drafters))
 
@@ -142,7 +142,7 @@ def one_name(config: Config, offers: Sequence[Offer], **of: Any) -> DrafterAcces
 
 
 def own_alone(config: Config, offers: Sequence[Offer], **of: Any) -> DrafterAccess:
-    return access(config, [offer for offer in offers if offer.host == of["host"]], **of)
+    return access(config, [offer for offer in offers if offer[0] == of["host"]], **of)
 
 
 WRONG: dict[str, tuple[str, Any]] = {

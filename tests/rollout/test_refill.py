@@ -24,7 +24,7 @@ from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import Driver
 from specactor.rollout.grading import Grading
 from specactor.rollout.pool import EnginePool
-from specactor.rollout.refill import Refill, Verdicts
+from specactor.rollout.refill import Refill
 from specactor.rollout.requests import assign
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import Problem, RolloutRequest, SamplingParams, Trajectory
@@ -76,7 +76,7 @@ class Rank:
             if not all(engine.alive for engine in self.engines):
                 self.refill.leave()
             barrier.wait()
-            self.refill.verdicts.read()
+            self.refill.read()
             is_over = self.refill.kept is not None
             barrier.wait()
             if is_over:
@@ -97,7 +97,7 @@ def rollout(
     engines: list[list[FakeEngine]], *, ahead: int = WANT, most: int = 80, kind: type[Refill] = Refill
 ) -> list[Rank]:
     """One list of engines per rank."""
-    store = HashStore() if len(engines) > 1 else None
+    store = HashStore()
 
     def judge(number: int, responses: Sequence[Trajectory]) -> tuple[bool, float]:
         assert {t.request_id for t in responses} == {r.request_id for r in requests_of(number)}
@@ -113,7 +113,8 @@ def rollout(
                 requests_of=requests_of,
                 problem_of=lambda request: cast("Problem", None),
                 teaches=judge,
-                verdicts=Verdicts(store=store, prefix="groups"),
+                store=store,
+                prefix="groups",
                 is_own=lambda number, i=i: number % len(engines) == i,  # type: ignore[misc]
             ),
             own,
@@ -127,8 +128,8 @@ def rollout(
     for thread in threads:
         thread.join()
     for rank in ranks:
-        rank.refill.verdicts.forget()
-    assert store is None or store.num_keys() == 0
+        rank.refill.forget()
+    assert store.num_keys() == 0
     return ranks
 
 
@@ -212,7 +213,7 @@ def collector(
     pool = EnginePool([])
     pool.engines = cast("list[Engine]", engines)
     alone: Any = SimpleNamespace(
-        rank=0, world=1, store=None, together=lambda _, work: work(), gather=lambda x, _: [x], any=bool
+        rank=0, world=1, store=HashStore(), together=lambda _, work: work(), gather=lambda x, _: [x], any=bool
     )
 
     def replace_lost() -> None:

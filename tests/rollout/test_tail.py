@@ -21,16 +21,15 @@ from specactor.rollout.tail import (
     METHOD,
     BorrowedDevices,
     EngineLoad,
-    Lengths,
-    Running,
     WakeWhereItPays,
+    expected_left,
     tail_policy,
 )
 from tests.rollout.driver_cases import FakeEngine, drive, expected, make_requests
 
 
 def load(engine: int, count: int = 0, *, emitted: int = 10, limit: int = 200, **more: Any) -> EngineLoad:
-    requests = (Running(emitted=emitted, max_new_tokens=limit),) * count
+    requests = ((emitted, limit),) * count
     return EngineLoad(engine=engine, running=requests, **{"slots": 8} | more)
 
 
@@ -43,7 +42,7 @@ def fleets(draw: st.DrawFn) -> list[EngineLoad]:
     loads = []
     for i in range(draw(st.integers(1, 5))):
         limits = draw(st.lists(st.integers(1, 400), max_size=4))
-        running = tuple(Running(emitted=draw(st.integers(0, n - 1)), max_new_tokens=n) for n in limits)
+        running = tuple((draw(st.integers(0, n - 1)), n) for n in limits)
         wakes = None if running else draw(st.none() | st.floats(0, 200))
         loads.append(EngineLoad(engine=i, slots=draw(st.integers(1, 4)), running=running, wake_rounds=wakes))
     return loads
@@ -112,12 +111,12 @@ def test_a_drafter_that_was_bad_once_is_tried_again() -> None:
 
 
 def test_what_is_left_follows_from_longer_responses() -> None:
-    finished = Lengths([10, 20, 60, 100])
-    assert finished.expected_left(0, 200) == 47.5
-    assert finished.expected_left(20, 200) == 60
-    assert finished.expected_left(100, 200) == 100, "nothing was longer: the limit is all that is known"
-    assert finished.expected_left(20, 50) == 30
-    assert finished.expected_left(199, 200) == 1
+    finished = [10, 20, 60, 100]
+    assert expected_left(finished, 0, 200) == 47.5
+    assert expected_left(finished, 20, 200) == 60
+    assert expected_left(finished, 100, 200) == 100, "nothing was longer: the limit is all that is known"
+    assert expected_left(finished, 20, 50) == 30
+    assert expected_left(finished, 199, 200) == 1
 
 
 def test_the_policy_of_a_configuration() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections import Counter
 from typing import Any, cast
 
 import numpy as np
@@ -31,7 +32,7 @@ def requests_of(groups: int, size: int) -> list[RolloutRequest]:
 
 
 def waiting_of(lists: dict[int, list[list[RolloutRequest]]], slots: int, engines: int, ranks: int) -> list[Waiting]:
-    store = HashStore() if ranks > 1 else None
+    store = HashStore()
     return [
         Waiting(lists=lists, own=range(rank, engines, ranks), slots=slots, store=store, prefix="w")
         for rank in range(ranks)
@@ -81,6 +82,9 @@ def test_a_rank_takes_its_own_first_and_of_others_where_most_is_left() -> None:
 
 class Shared(Waiting):
     """Takes from the others' front without asking the store."""
+
+    def __post_init__(self) -> None:
+        self._alone = Counter[str]()
 
     def _is_granted(self, engine: int) -> bool:
         self._alone[str(engine)] += 1

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from specactor.config import MAX_WINDOW
 from specactor.rollout.decoupled import protocol
-from specactor.rollout.decoupled.continuer import Lane
 from specactor.rollout.decoupled.protocol import Beat, Close, Commits, Drops, Numbering, Open, Pulse, Resend, Tail
 from specactor.rollout.speculation.verification import common
+
+if TYPE_CHECKING:
+    from specactor.weights_sync.messages import DraftWeights
 
 SILENT_S = 30.0
 TAILS_EVERY_S = 1e-3  # while more is drafted at once: frames cost more than what is in them
@@ -19,6 +21,49 @@ MAX_SESSIONS = 1024
 AHEAD = 2  # windows: one that the engine can verify now, and one ahead of that
 UNKNOWN = -1  # a second choice that the continuer does not tell
 Key = tuple[int, int]  # session of the engine, number of the request there
+
+
+@dataclass(slots=True, kw_only=True)
+class Lane:
+    key: Hashable  # of the request, among the requests of all engines
+    prompt_ids: Sequence[int]  # never empty
+    tokens: Sequence[int]  # output so far: committed tokens, then draft tokens ahead of them
+    seed: int
+    temperature: float  # 0: the likeliest token is wanted
+    agreed: int  # leading `tokens` that are as in the key's last call; keys and values of later ones may be dropped
+    branch: int | None = None
+    """Output position from which the lane follows a second choice. Keys and values before are those of the request's
+    own lane; later ones need not be kept, since their tokens are shown in every call."""
+
+
+class Continuer:
+    """Continues texts in a drafter process: the draft model, or a stand-in. It serves all requests, from one thread.
+    Engines verify its answers."""
+
+    version = 0  # of the weights that it drafts with
+    wants_runners_up = False  # whether those of the next call are of use; where they are not, they may be unknown
+
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+        """Return tokens that may follow each lane, none where it cannot go on. Keys are unique."""
+        raise NotImplementedError
+
+    def forget(self, key: Hashable) -> None:
+        """Forget a request; unknown keys are ignored."""
+
+    def runners_up(self) -> list[int]:
+        """Return, per lane of the last call, the second choice for its first token, -1 where it is unknown; [] where no
+        lane's is ever known."""
+        return []
+
+    def renew(self, weights: DraftWeights) -> str:
+        """Draft with these weights from now on, or return why not."""
+        return "its continuer has no weights"
+
+    def sleep(self) -> None:
+        """Keep only weights, in host memory, where they may be renewed. Requests were forgotten before."""
+
+    def wake(self) -> None:
+        """Take the device again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +74,10 @@ class Mirror:
     opening: Open
     tokens: list[int]  # committed, then drafted ahead
     committed: int
-    emptied_s: float | None  # when a commit left no draft token, if none was made since
     reserved: int = 0  # tokens that count against the bound
     complete: bool = True  # whether no commit is missing
     unsent: bool = False  # there are draft tokens that the engine was not sent
+    is_awaited: bool = True  # the engine has no draft token of it
     # by output position of drafted tokens: the second choice, and what may follow it
     branches: dict[int, list[int]] = field(default_factory=dict)
     _stuck: bool = False  # the continuer had nothing to add to these tokens
@@ -112,7 +157,7 @@ class Mirror:
         self.unsent = self.unsent or bool(tokens)
         return len(tokens) + bool(branches)
 
-    def commit(self, fresh: Sequence[int], now_s: float) -> int:
+    def commit(self, fresh: Sequence[int]) -> int:
         """Append committed tokens; return how many drafted ones are thrown away."""
         before = self.num_drafted
         agreed = common(self.tokens[self.committed :], fresh)
@@ -127,8 +172,7 @@ class Mirror:
         self.unsent = self.unsent and self.num_ahead > 0
         self._stuck = False
         wasted = max(0, before - agreed - self.num_drafted)
-        if not self.num_ahead:
-            self.emptied_s = now_s
+        self.is_awaited = self.is_awaited or not self.num_ahead
         return wasted
 
     def _take_branch(self, at: int, fresh: Sequence[int]) -> None:
@@ -138,18 +182,14 @@ class Mirror:
         self.tokens[at:] = branch
         self.branches.clear()
 
-    def tails(self, now_s: float) -> list[Tail]:
+    def tails(self) -> list[Tail]:
         """Return all that is drafted ahead, the likeliest first."""
-        self.unsent = False
-        wait_us = 0
-        if self.emptied_s is not None:
-            wait_us = max(1, round((now_s - self.emptied_s) * 1e6))
-            self.emptied_s = None
+        self.unsent = self.is_awaited = False
         request, base = self.key[1], self.committed
         ahead = self.tokens[base:]
         paths = [[*ahead[: at - base], *branch] for at, branch in self.branches.items() if len(branch) > 1]
         return [
-            Tail(request=request, base=base, tokens=protocol.pack(ahead), wait_us=wait_us),
+            Tail(request=request, base=base, tokens=protocol.pack(ahead)),
             *(Tail(request, base, protocol.pack(path[: protocol.MAX_TAIL_TOKENS])) for path in paths),
         ]
 
@@ -217,9 +257,9 @@ class MirroredRequests:
             match record:
                 case Commits():
                     for request, position, tokens in record:
-                        self._commit(session, request, position, tokens, now_s)
+                        self._commit(session, request, position, tokens)
                 case Open():
-                    self._open(session, record, now_s)
+                    self._open(session, record)
                 case Close():
                     self._forget((session.number, record.request))
                 case Beat():
@@ -281,7 +321,7 @@ class MirroredRequests:
             else:
                 mirror.unsent = mirror.num_ahead > 0
 
-    def _open(self, session: _Session, record: Open, now_s: float) -> None:
+    def _open(self, session: _Session, record: Open) -> None:
         key = (session.number, record.request)
         session.resend.discard(record.request)
         session.window = record.window
@@ -289,7 +329,7 @@ class MirroredRequests:
         if known is not None and known.tokens[: known.committed] == record.output_ids[: known.committed]:
             known.complete = True
             known.unsent = known.num_ahead > 0
-            self._commit(session, record.request, 0, record.output_ids, now_s)
+            self._commit(session, record.request, 0, record.output_ids)
             return
         self._forget(key)
         mirror = Mirror(
@@ -297,14 +337,13 @@ class MirroredRequests:
             opening=record,
             tokens=record.output_ids.copy(),
             committed=len(record.output_ids),
-            emptied_s=now_s,
         )
         session.mirrors[record.request] = mirror
         self._oldest[key] = mirror
         self._unread.add(key)
         self._account(mirror)
 
-    def _commit(self, session: _Session, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
+    def _commit(self, session: _Session, request: int, position: int, tokens: Sequence[int]) -> None:
         mirror = session.mirrors.get(request)
         if mirror is None:
             return  # evicted or never opened; the next beat says whether it is wanted
@@ -315,19 +354,15 @@ class MirroredRequests:
         fresh = tokens[mirror.committed - position :]
         if not fresh:
             return
-        session.wasted += mirror.commit(fresh, now_s)
+        session.wasted += mirror.commit(fresh)
         self._oldest.move_to_end(mirror.key)
         self._account(mirror)
 
     # -------------------------------------------------------------------------------------------------- what drafts
 
-    def wanted(self, max_lanes: int, *, slower: Callable[[int, int], bool] = lambda few, many: False) -> list[Lane]:
-        """Return lanes that want a token, valid until the next call, the shortest first. Those with less than a window
-        go alone if all are much `slower`(few, many)."""
+    def wanted(self, max_lanes: int) -> list[Lane]:
+        """Return lanes that want a token, valid until the next call, the shortest first."""
         ready = [mirror for mirror in self._oldest.values() if mirror.wants_token]
-        waiting = [mirror for mirror in ready if mirror.num_ahead < mirror.window]
-        if waiting and slower(min(len(waiting), max_lanes), min(len(ready), max_lanes)):
-            ready = waiting
         if len(ready) > max_lanes:
             ready.sort(key=lambda mirror: mirror.num_ahead)
             del ready[max_lanes:]
@@ -376,10 +411,10 @@ class MirroredRequests:
             records.append(Resend(requests=sorted(peer.resend)))
             peer.resend.clear()
         due = not more or bool(self._unread) or now_s - peer.tails_s >= TAILS_EVERY_S
-        unsent = [mirror for mirror in peer.mirrors.values() if mirror.unsent and (due or mirror.emptied_s is not None)]
+        unsent = [mirror for mirror in peer.mirrors.values() if mirror.unsent and (due or mirror.is_awaited)]
         if unsent and due:
             peer.tails_s = now_s
-        tails = [tail for mirror in unsent for tail in mirror.tails(now_s)]
+        tails = [tail for mirror in unsent for tail in mirror.tails()]
         for first in range(0, len(tails), protocol.MAX_ROWS):
             records.append(protocol.columns(tails[first : first + protocol.MAX_ROWS]))
         return self._out.frames(records, self.drops, receiver=session)

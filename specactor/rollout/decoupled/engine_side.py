@@ -6,7 +6,6 @@ PURE: frames and seconds in, frames out. Events: docs/decoupled.md.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +22,6 @@ from specactor.rollout.decoupled.protocol import (
     Pulse,
     Resend,
     TailColumns,
-    Total,
 )
 
 BEAT_EVERY_S = 0.25
@@ -63,8 +61,8 @@ class Peer:
     closed: list[int] = field(default_factory=list)  # numbers that it need not hold any longer
     arrived: list[TailColumns] = field(default_factory=list)
     version: int = 0
-    drafted: Total = field(default_factory=Total)
-    wasted: Total = field(default_factory=Total)
+    drafted: int = 0  # as it said last, in this incarnation
+    wasted: int = 0
 
     @property
     def load(self) -> int:
@@ -84,11 +82,10 @@ class Tails:
         self.engine = engine
         self.window = window
         self.drops = Drops(f"engine {engine}")
-        # seconds from a commit that left nothing of a tail to the next tail, by the drafters' clocks; readers clear it
-        self.waits_s: deque[float] = deque(maxlen=256)
         self._drafters = [Peer(out=Numbering(session)) for _ in range(num_drafters)]
         self._requests: dict[str, Request] = {}
         self._next = 1
+        self.drafted = self.wasted = 0  # tokens, of all drafters
 
     @property
     def live(self) -> list[int]:
@@ -98,14 +95,6 @@ class Tails:
     def version(self) -> int:
         """Return live drafters' oldest weights, or 0."""
         return min((drafter.version for drafter in self._drafters if drafter.live), default=0)
-
-    @property
-    def drafted(self) -> int:
-        return sum(drafter.drafted.value for drafter in self._drafters)
-
-    @property
-    def wasted(self) -> int:
-        return sum(drafter.wasted.value for drafter in self._drafters)
 
     # --------------------------------------------------------------------------------------------- what the engine does
 
@@ -195,24 +184,27 @@ class Tails:
         for record in records:
             match record:
                 case TailColumns():
-                    self.waits_s.extend([wait_us / 1e6 for wait_us in record.waits_us])
                     drafter.arrived.append(record)
                 case Resend():
                     self._resend(index, record, now_s)
                 case Pulse():
                     drafter.version = record.version
                     drafter.others = max(0, record.requests - len(drafter.requests))
-                    drafter.drafted.tell(record.drafted)
-                    drafter.wasted.tell(record.wasted)
+                    self._count(drafter, record)
         if not drafter.live:
             drafter.live = True
             self._balance()
 
+    def _count(self, drafter: Peer, pulse: Pulse) -> None:
+        # A drafter that has forgotten this engine counts anew from 0.
+        self.drafted += pulse.drafted - (drafter.drafted if pulse.drafted >= drafter.drafted else 0)
+        self.wasted += pulse.wasted - (drafter.wasted if pulse.wasted >= drafter.wasted else 0)
+        drafter.drafted, drafter.wasted = pulse.drafted, pulse.wasted
+
     def _meet(self, index: int, session: int) -> None:
         drafter = self._drafters[index]
         drafter.session, drafter.frame = session, 0
-        drafter.drafted.begin()
-        drafter.wasted.begin()
+        drafter.drafted = drafter.wasted = 0
         drafter.closed.clear()
         drafter.arrived.clear()
         for request in drafter.requests.values():

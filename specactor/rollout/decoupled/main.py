@@ -23,8 +23,7 @@ from types import FrameType
 import msgspec
 
 from specactor.rollout import frames
-from specactor.rollout.decoupled.continuer import Continuer
-from specactor.rollout.decoupled.drafter_side import MirroredRequests
+from specactor.rollout.decoupled.drafter_side import Continuer, MirroredRequests
 from specactor.rollout.decoupled.protocol import Drops
 from specactor.rollout.decoupled.spec import (
     TO_DRAFTER,
@@ -32,11 +31,8 @@ from specactor.rollout.decoupled.spec import (
     AskWork,
     DrafterSpec,
     FromDrafter,
-    Renew,
-    Renewed,
-    Rested,
     Start,
-    Started,
+    State,
     ToDrafter,
     Work,
 )
@@ -56,7 +52,7 @@ def serve(
     continuer: Continuer,
     *,
     endpoint: str,
-    on_ready: Callable[[Started], None],
+    on_ready: Callable[[State], None],
     keys: Keys | None = None,
     max_tokens: int = 4_000_000,
     owner_fd: int | None = None,
@@ -76,7 +72,7 @@ def serve(
     try:
         with _termination() as terminated:
             files = [terminated] if owner_fd is None else [terminated, owner_fd]
-            on_ready(Started(endpoint=hub.endpoint, version=continuer.version))
+            on_ready(loop.state())
             while os.getppid() == parent:
                 began_s = time.perf_counter()
                 readable = loop.wait(files)
@@ -93,7 +89,6 @@ def serve(
 
 MAX_SAMPLES = 15  # of batches of about equal sizes, the latest
 MIN_SAMPLES = 3
-MUCH = 2.0  # a batch that takes more than so many times as long takes much longer
 FREE = 1.06  # a batch that takes at most so many times as long takes hardly longer
 FADE_EVERY = 256  # batches: then each size's oldest time leaves, so that sizes that nobody makes are tried again
 
@@ -112,13 +107,6 @@ class BatchTiming:
             for times in self._seconds.values():
                 if times:
                     times.popleft()
-
-    def is_slower(self, few: int, many: int) -> bool:
-        first, last = few.bit_length(), many.bit_length()
-        if first == last or len(self._seconds.get(last, ())) < MIN_SAMPLES:
-            return False
-        known = [of for size, of in self._seconds.items() if first <= size < last and len(of) >= MIN_SAMPLES]
-        return any(median(self._seconds[last]) > MUCH * median(of) for of in known)
 
     def free(self, lanes: int, max_lanes: int) -> int:
         """Return how many lanes may be added at hardly any cost, by a line through known times, up to twice
@@ -169,7 +157,7 @@ class DrafterLoop:
             return list(select.select(files, [], [])[0])
         return self._hub.wait(0.0 if self.busy else IDLE_S, files)
 
-    def sleep(self) -> Rested:
+    def sleep(self) -> State:
         if not self.asleep:
             self._hub.close()
             self.mirrors.forget_all()
@@ -177,19 +165,25 @@ class DrafterLoop:
                 self._continuer.forget(key)
             self._continuer.sleep()
             self.asleep, self.busy = True, False
-        return self.rested()
+        return self.state()
 
-    def wake(self) -> Rested:
+    def wake(self) -> State:
         """Start as a new process would. Raises ConfigError where the address was taken."""
         if self.asleep:
             began_s = time.perf_counter()
             self._continuer.wake()
             self.mirrors, self._hub = self._new_mirrors(), self._hub.again()
             self.asleep, self._wake_s = False, time.perf_counter() - began_s
-        return self.rested()
+        return self.state()
 
-    def rested(self) -> Rested:
-        return Rested(asleep=self.asleep, wake_s=self._wake_s)
+    def state(self, problem: str = "") -> State:
+        return State(
+            endpoint=self._hub.endpoint,
+            version=self._continuer.version,
+            asleep=self.asleep,
+            wake_s=self._wake_s,
+            problem=problem,
+        )
 
     def close(self) -> None:
         self._hub.close()
@@ -211,7 +205,7 @@ class DrafterLoop:
         for key in mirrors.forgotten():
             continuer.forget(key)
         self._send(more=self.busy)  # an engine that asks whether anybody is here need not wait for the draft
-        lanes = mirrors.wanted(MAX_LANES, slower=self._timing.is_slower)
+        lanes = mirrors.wanted(MAX_LANES)
         own = len(lanes)
         began_s = time.perf_counter()  # lanes of branches copy their texts, which is time that they take
         free = self._timing.free(own, MAX_LANES)
@@ -238,7 +232,7 @@ class DrafterLoop:
         self._busy_s, self.recorder.on = 0.0, trace
         return work
 
-    def renew(self, asked: bytes) -> Renewed:
+    def renew(self, asked: bytes) -> State:
         """Give the continuer new weights, `DraftWeights` as JSON."""
         from specactor.weights_sync.messages import DraftWeights  # with torch, which a continuer with weights has
 
@@ -250,7 +244,7 @@ class DrafterLoop:
         self.recorder.span("draft", "new weights", began_s, time.perf_counter())
         if problem:
             _LOG.warning("new weights were refused: %s", problem)
-        return Renewed(version=self._continuer.version, problem=problem)
+        return self.state(problem)
 
     def _send(self, *, more: bool) -> None:
         now_s = self._clock()
@@ -325,14 +319,14 @@ def _answer(loop: DrafterLoop, message: ToDrafter) -> FromDrafter:
     match message:
         case AskWork():
             return loop.work(trace=message.trace)
-        case Renew():
-            return loop.renew(message.weights)
         case Ask(verb="sleep"):
             return loop.sleep()
         case Ask(verb="wake"):
             return loop.wake()
+        case Ask(verb="renew"):
+            return loop.renew(message.weights)
         case Ask():
-            return loop.rested()
+            return loop.state()
         case Start():
             raise ProtocolError("a second Start")
 

@@ -21,7 +21,7 @@ from specactor.config import MAX_WINDOW
 from specactor.errors import SpecActorError
 
 MAGIC = b"SADP"
-VERSION = 6
+VERSION = 7
 MAX_FRAME_BYTES = 16 << 20
 MAX_TAIL_TOKENS = 2 * MAX_WINDOW  # a window in the hands of the verifier, and a window ahead of it
 MAX_ROWS = 1 << 14  # tails in one record: with all their tokens, less than a frame
@@ -110,7 +110,6 @@ class Tail(NamedTuple):
     request: int
     base: int  # position of the first token
     tokens: bytes  # 4 bytes each, little endian: most tails are replaced before they are looked into
-    wait_us: int = 0  # microseconds from the commit that left nothing of the last tail to this one, else 0
 
 
 class TailColumns(_Record, frozen=True, tag=20):
@@ -121,11 +120,10 @@ class TailColumns(_Record, frozen=True, tag=20):
     bases: bytes  # 8 bytes each
     counts: bytes  # tokens of each, in one byte
     tokens: bytes  # of all of them
-    waits_us: list[Number]  # of those tails that ended a wait
 
     def __post_init__(self) -> None:
         rows = len(self.counts)
-        if not len(self.requests) == len(self.bases) == _NUMBER_BYTES * rows or len(self.waits_us) > rows:
+        if not len(self.requests) == len(self.bases) == _NUMBER_BYTES * rows:
             raise ValueError("columns of different lengths")
         if rows > MAX_ROWS or self.counts.translate(None, _COUNTS):  # 40 times as fast as to look for the greatest
             raise ValueError(f"{rows} tails, expected at most {MAX_ROWS} of at most {MAX_TAIL_TOKENS} tokens")
@@ -204,7 +202,6 @@ def columns(tails: Sequence[Tail]) -> TailColumns:
         bases=array("Q", [tail.base for tail in tails]).tobytes(),
         counts=bytes([len(tail.tokens) // TOKEN_BYTES for tail in tails]),
         tokens=b"".join([tail.tokens for tail in tails]),
-        waits_us=[tail.wait_us for tail in tails if tail.wait_us],
     )
 
 
@@ -249,21 +246,6 @@ class Numbering:
             half = len(records) // 2
             first = self.frames(records[:half], drops, receiver=receiver)
             return first + self.frames(records[half:], drops, receiver=receiver)
-
-
-class Total:
-    """The sum of a peer's count that may begin anew from 0."""
-
-    def __init__(self) -> None:
-        self.value = 0
-        self._last = 0
-
-    def tell(self, count: int) -> None:
-        self.value += count - (self._last if count >= self._last else 0)
-        self._last = count
-
-    def begin(self) -> None:
-        self._last = 0
 
 
 class Drops:

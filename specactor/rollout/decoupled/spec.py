@@ -45,19 +45,21 @@ class AskWork(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     trace: bool
 
 
-class Renew(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    weights: bytes  # `DraftWeights` as JSON: its type comes with torch, which not every drafter needs
-
-
 class Ask(msgspec.Struct, tag=True, frozen=True):
-    verb: Literal["sleep", "wake", "alive"]
+    verb: Literal["sleep", "wake", "renew", "alive"]
     """Sleep: forget all requests, stop listening, and free the device. Wake: listen at the same address, as a new
-    incarnation. Alive: say anything, as a sign of life."""
+    incarnation. Renew: draft with these weights. Alive: say anything, as a sign of life."""
+    weights: bytes = b""  # `DraftWeights` as JSON: its type comes with torch, which not every drafter needs
 
 
-class Started(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    endpoint: str = ""  # where; as asked for, but with the number of the port
+class State(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The answer to `Start` and `Ask`."""
+
+    endpoint: str = ""  # where it listens; as asked for, but with the number of the port
     version: int = 0  # of the weights that it drafts with
+    asleep: bool = False
+    wake_s: float = 0.0  # what the last waking took: weights back on the device, and a socket
+    problem: str = ""  # why it did not take new weights
 
 
 class Work(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -68,20 +70,8 @@ class Work(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     drops: dict[str, int] = {}  # frames, requests and connections that it dropped or refused, by reason
 
 
-class Rested(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The answer to `Ask`."""
-
-    asleep: bool
-    wake_s: float  # what the last waking took: weights back on the device, and a socket
-
-
-class Renewed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    version: int
-    problem: str = ""
-
-
-ToDrafter = Start | AskWork | Renew | Ask
-FromDrafter = Started | Work | Rested | Renewed | Failed
+ToDrafter = Start | AskWork | Ask
+FromDrafter = State | Work | Failed
 
 TO_DRAFTER: msgspec.msgpack.Decoder[ToDrafter] = msgspec.msgpack.Decoder(ToDrafter)
 FROM_DRAFTER: msgspec.msgpack.Decoder[FromDrafter] = msgspec.msgpack.Decoder(FromDrafter)

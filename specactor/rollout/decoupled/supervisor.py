@@ -21,11 +21,8 @@ from specactor.rollout.decoupled.spec import (
     AskWork,
     DrafterSpec,
     FromDrafter,
-    Renew,
-    Renewed,
-    Rested,
     Start,
-    Started,
+    State,
     ToDrafter,
     Work,
 )
@@ -40,14 +37,13 @@ _LOOK_EVERY_S = 0.005
 SIGN_EVERY_S = 5.0
 
 
-_Answer = TypeVar("_Answer", Work, Renewed, Rested)
+_Answer = TypeVar("_Answer", Work, State)
 
 
 class DrafterProcess(ChildProcess[FromDrafter]):
     def __init__(self, spec: DrafterSpec) -> None:
         self.spec = spec
-        self.started: Started | None = None
-        self.version = 0  # of the weights that it drafts with, as it said last
+        self._renewed_to = 0  # version of the weights that it was given
         self.awake = spec.engine is None  # it was woken, and not asked to sleep since
         self.leaving = False  # it is to be asked to sleep, when it has answered what it was asked before
         self.wake_s = FIRST_WAKE_S
@@ -64,17 +60,22 @@ class DrafterProcess(ChildProcess[FromDrafter]):
             log_file=spec.log_file,
         )
 
-    def wait_ready(self, timeout_s: float | None = None) -> Started:
+    def wait_ready(self, timeout_s: float | None = None) -> State:
         """Wait until it listens. Raises EngineError after `kill`."""
         if self.started is None:
-            started = super().wait_ready(self.spec.start_timeout_s if timeout_s is None else timeout_s)
-            assert isinstance(started, Started)
-            self._listens(started)
+            super().wait_ready(self.spec.start_timeout_s if timeout_s is None else timeout_s)
         assert self.started is not None
         return self.started
 
-    def _listens(self, started: Started) -> None:
-        self.started, self.version = started, started.version
+    @property
+    def started(self) -> State | None:
+        """Return what it said when it listened; one that failed to start is left to `wait_ready`."""
+        return self.answer_to_start if isinstance(self.answer_to_start, State) else None
+
+    @property
+    def version(self) -> int:
+        """Return the version of the weights that it drafts with, as it said last."""
+        return self._renewed_to or (self.started.version if self.started is not None else 0)
 
     def work(self, *, trace: bool, timeout_s: float = WORK_TIMEOUT_S) -> Work | None:
         """Return its `DrafterLoop.work`, None if too late."""
@@ -83,10 +84,10 @@ class DrafterProcess(ChildProcess[FromDrafter]):
 
     def renew(self, weights: DraftWeights, *, timeout_s: float) -> str:
         """Bring it new weights; return why it did not take them, or ""."""
-        renewed = self._ask(Renew(weights=msgspec.json.encode(weights)), Renewed, timeout_s)
+        renewed = self._ask(Ask("renew", msgspec.json.encode(weights)), State, timeout_s)
         if isinstance(renewed, str):
             return f"drafter {self.spec.index}: {renewed}"
-        self.version = renewed.version
+        self._renewed_to = renewed.version
         return f"drafter {self.spec.index}: {renewed.problem}" if renewed.problem else ""
 
     def wants(self, version: int) -> bool:
@@ -99,7 +100,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
     def wake(self) -> None:
         """Wake it, without waiting."""
         self.awake, self.leaving = True, False
-        self._ask(Ask("wake"), Rested, 0.0)
+        self._ask(Ask("wake"), State, 0.0)
 
     def sleep(self, *, timeout_s: float) -> bool:
         """Return whether it sleeps in time, or is gone; with 0 it may be `leaving`."""
@@ -112,8 +113,8 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         self.leaving = False
         if not self.alive:
             return True
-        rested = self._ask(Ask("sleep"), Rested, deadline - time.monotonic())
-        if not isinstance(rested, Rested):
+        rested = self._ask(Ask("sleep"), State, deadline - time.monotonic())
+        if not isinstance(rested, State):
             return not self.alive
         self.wake_s = rested.wake_s or self.wake_s
         return rested.asleep
@@ -124,10 +125,6 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         super().stop()
 
     def has_started(self) -> bool:
-        """Return whether it listens; one that failed to start is left to `wait_ready`."""
-        answer = self.answer_to_start
-        if self.started is None and isinstance(answer, Started):
-            self._listens(answer)  # not by `wait_ready`: another thread may end it meanwhile
         return self.started is not None
 
     def hangs(self, limit_s: float) -> bool:

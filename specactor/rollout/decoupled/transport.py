@@ -20,10 +20,7 @@ from specactor.rollout.decoupled.protocol import LARGEST, MAX_FRAME_BYTES, Drops
 
 HEARTBEAT_MS = 5000  # of connections over TCP: after three without an answer one is over, and made anew
 QUEUE_FRAMES = 256
-RECONNECT_MS = 20
-MAX_RECONNECT_MS = 250
 _RECEIVE_FRAMES = 1024  # at a time; from all sockets in turns
-_LOOK_EVERY_S = 1e-4
 _INPUT, _AT_ONCE = int(zmq.POLLIN), int(zmq.NOBLOCK)  # plain: arithmetic of enumerations takes tens of us
 _send = zmq.backend.Socket.send  # without pyzmq's wrapper, which costs as much again and does nothing for bytes
 _CURVE_BYTES = 33  # around a frame: command, nonce, code, flags; they count for ZeroMQ's limit
@@ -81,8 +78,6 @@ class ZmqLink:
         _prepare(socket, address.endpoint)
         socket.setsockopt(zmq.IDENTITY, _name(session))
         socket.setsockopt(zmq.IMMEDIATE, 1)  # what nobody is there for is not kept for later
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
         if (keys := address.keys) is not None:
             socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()
@@ -103,15 +98,6 @@ class ZmqLink:
             for socket, _ in ready:  # to try and fail would cost more than to ask each time
                 frames.append((self._numbers[socket], socket.recv(_AT_ONCE)))  # parts of a message: rubbish each
         return frames
-
-    def wait(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while not zmq.zmq_poll(self._inputs, 0):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return False
-            time.sleep(min(left_s, _LOOK_EVERY_S))  # ZeroMQ itself waits for whole milliseconds
-        return True
 
     def close(self) -> None:
         for socket in self._sockets:

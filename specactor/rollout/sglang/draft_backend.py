@@ -9,8 +9,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specactor.rollout.decoupled.continuer import Continuer, Lane
-from specactor.rollout.decoupled.drafter_side import UNKNOWN
+from specactor.rollout.decoupled.drafter_side import UNKNOWN, Continuer, Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.sglang.draft_runner import DraftRunner, DraftText, SequenceCache, load_alone
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, Slots

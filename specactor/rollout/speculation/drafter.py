@@ -45,8 +45,8 @@ class Drafter(ABC):
     """Whether it drafts elsewhere while the engine goes on. It learns nothing from ended requests."""
     recorder: Recorder = Recorder()
     """The engine's trace; off by default."""
-    may_wait: bool = True
-    """Whether `propose` may wait for drafts; not where nobody would verify them."""
+    is_verified: bool = True
+    """Whether the drafts of this round would be verified, and not only looked at."""
     expects: bool = False
     """After `propose`: most of the drafts are still on their way."""
 
@@ -78,9 +78,6 @@ class Drafter(ABC):
 
     def close(self, sequence: DraftSequence) -> None:  # noqa: B027  (optional)
         """The request has ended, or was aborted."""
-
-    def led(self, round_s: float) -> None:  # noqa: B027  (optional)
-        """A round that it led has ended, after `round_s` with `propose`."""
 
     def policy_changed(self) -> None:  # noqa: B027  (optional)
         """The target has new weights; no request is running."""

@@ -24,9 +24,6 @@ FAILURES = 3
 """A drafter that raised this often is not asked again."""
 LOOK_TRIALS = 8.0
 """Trials that earlier evidence about acceptance is worth when a look brings new."""
-LISTEN_EVERY_S = 0.02
-"""Between two looks, in plain decoding, for answers of drafters elsewhere; they are asked less often
-(`decoupled.engine_side.BEAT_EVERY_S`)."""
 ABSENT = 5
 """While no drafter is there, one is looked for every 2, 4, 8, .. 2**ABSENT rounds."""
 
@@ -72,7 +69,6 @@ class DrafterSet:
         """Each drafter's version, as of the last `find`."""
         self._missed = 0
         """Times in a row that none was there."""
-        self._listen_s = float("-inf")
 
     # ------------------------------------------------------------------------------------- what drafters are told
 
@@ -141,20 +137,12 @@ class DrafterSet:
         self.there = there
         self._missed = 0 if there else self._missed + 1
 
-    def listen(self, now_s: float) -> None:
-        """Hear drafters elsewhere in a plain round, so that they are there when needed."""
-        if now_s >= self._listen_s:
-            self._listen_s = now_s + LISTEN_EVERY_S
-            for name, drafter in self.drafters.items():
-                if drafter.drafts_ahead and name not in self.there:
-                    self.call(drafter, drafter.is_there)
-
     def expects(self) -> bool:
         return any(self.drafters[name].expects for name in self.there)
 
-    def let_wait(self, names: Container[str]) -> None:
+    def expect_verifying(self, names: Container[str]) -> None:
         for name, drafter in self.drafters.items():
-            drafter.may_wait = name in names
+            drafter.is_verified = name in names
 
     # ------------------------------------------------------------------------------------------------ what is drafted
 

@@ -33,13 +33,8 @@ AGAIN_SHARE = 0.5
 """Share of a plain round that each of these may take."""
 
 
-class Seen(NamedTuple):
-    request_id: str
-    drafted: int
-    agreed: int
-    """Draft tokens, from the first on, that equal what was emitted."""
-    asked: int
-    confidence: int
+Seen = tuple[str, int, int, int, int]
+"""(request, drafted, draft tokens that equal what was emitted from the first on, asked, confidence)."""
 
 
 class Look(NamedTuple):
@@ -54,7 +49,7 @@ class Look(NamedTuple):
         emitted = self.sequence.output_ids[self.start : self.start + self.asked]
         there = self.draft[: len(emitted)]
         agreed = common(there, emitted)
-        return Seen(self.sequence.request_id, len(there), agreed, len(emitted), self.confidence)
+        return self.sequence.request_id, len(there), agreed, len(emitted), self.confidence
 
 
 class Looks:

@@ -99,7 +99,7 @@ class Speculator:
         if self._may_rest() and not self._back_off.count_round(len(caps)):
             return False
         self.drafter_set.find()
-        self.drafter_set.let_wait(self._waited_for())
+        self.drafter_set.expect_verifying(self._verified())
         return bool(self.drafter_set.there)
 
     @property
@@ -133,7 +133,6 @@ class Speculator:
             self._is_behind = True
         if self._may_rest():
             self._back_off.count_round(requests)
-        self.drafter_set.listen(self._clock())
         self._decision = self._plain(requests)
         self.estimates.plain_round(requests, round_s=round_s, predicted_s=self._decision.predicted_s)
 
@@ -158,9 +157,6 @@ class Speculator:
         self.estimates.round(decision, sequences, accepted, round_s=round_s, is_steady=self._is_steady)
         if any(accepted):
             self._back_off.paid()
-        if decision.drafter != OFF:
-            leader = self.drafters[decision.drafter]
-            self.drafter_set.call(leader, leader.led, round_s)
 
     def report(self) -> dict[str, Counts]:
         """Return counts per drafter, and of plain rounds, since the last report."""
@@ -208,7 +204,7 @@ class Speculator:
         may = self.costs.table is not None or self._fruitless >= MOST_FRUITLESS
         return may and self.planner.may_stop and self.planner.current == OFF
 
-    def _waited_for(self) -> Collection[str]:
+    def _verified(self) -> Collection[str]:
         """Drafters whose drafts this round would verify, not look at."""
         if not self._chooses_by_cost:
             return () if self._may_rest() else self.drafters

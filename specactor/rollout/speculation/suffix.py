@@ -129,7 +129,7 @@ class SuffixDrafter(Drafter):
                 self._append(row, tokens[start : start + part])
             return
         if self._num_pending + len(tokens) > most:
-            if self.may_wait:
+            if self.is_verified:
                 self._take_in()
             else:
                 self._thin()

@@ -8,12 +8,12 @@ import sys
 import msgspec
 
 from specactor.rollout.decoupled.main import serve
-from specactor.rollout.decoupled.spec import Started
+from specactor.rollout.decoupled.spec import State
 from specactor.rollout.decoupled.transport import Keys
 from tests.rollout.decoupled.scripted import Scripted
 
 
-def ready(told: Started) -> None:
+def ready(told: State) -> None:
     print(msgspec.json.encode(told).decode(), flush=True)
 
 

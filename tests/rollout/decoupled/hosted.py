@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.drafter_side import Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
 from tests.rollout.decoupled.scripted import Scripted
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
-from specactor.rollout.decoupled.spec import Started
+from specactor.rollout.decoupled.spec import State
 from specactor.rollout.decoupled.transport import Address, Keys
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.verification import common
@@ -45,7 +45,7 @@ class DrafterProcess:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        self.endpoint = msgspec.json.decode(line, type=Started).endpoint
+        self.endpoint = msgspec.json.decode(line, type=State).endpoint
 
     def end(self) -> dict[str, int]:
         """Orderly; what it said in the end."""

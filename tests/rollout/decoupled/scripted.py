@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Hashable, Sequence
 
-from specactor.rollout.decoupled.continuer import Continuer, Lane
+from specactor.rollout.decoupled.drafter_side import Continuer, Lane
 
 VOCABULARY = 40
 WRONG = 1000

@@ -17,32 +17,6 @@ def paced(seconds: Callable[[int], float], *, samples: int = MIN_SAMPLES) -> Bat
     return timing
 
 
-def test_where_every_lane_costs_and_where_none_does() -> None:
-    assert not paced(lambda lanes: 0.01).is_slower(4, 64)
-    assert paced(lambda lanes: 0.01 * lanes).is_slower(4, 64)
-    assert paced(lambda lanes: 0.01 + 0.001 * lanes).is_slower(4, 64)
-    assert not paced(lambda lanes: 0.01 + 0.001 * lanes).is_slower(4, 16)
-
-
-def test_what_was_not_measured_is_equal() -> None:
-    assert not BatchTiming().is_slower(4, 64)
-    assert not paced(lambda lanes: 0.01 * lanes, samples=MIN_SAMPLES - 1).is_slower(4, 64)
-    assert not paced(lambda lanes: 0.01 * lanes).is_slower(4, 1000)
-
-
-def test_fewer_take_at_most_as_long_as_more() -> None:
-    """So what was measured of 16 says enough of 8."""
-    assert paced(lambda lanes: 0.01 * lanes).is_slower(8, 64)
-
-
-@pytest.mark.parametrize("lanes", [4, 64])
-def test_a_batch_that_read_prompts_says_nothing(lanes: int) -> None:
-    timing = paced(lambda lanes: 0.01, samples=8)
-    for _ in range(3):
-        timing.batch(lanes, 1.0)
-    assert not timing.is_slower(4, 64)
-
-
 def test_lanes_are_free_where_batches_take_as_long_with_them() -> None:
     free = paced(lambda lanes: 0.01)
     assert free.free(8, 256) == 120  # twice as many as were tried

@@ -220,16 +220,6 @@ def test_of_tails_that_arrive_together_every_requests_last_counts() -> None:
     assert end.tails.drops.counts == {"late": 1}
 
 
-def test_waits_are_told() -> None:
-    end = ready()
-    end.open("a")
-    end.say()
-    end.hear(
-        tails(Tail(1, 0, pack([10]), wait_us=2000)), tails(Tail(1, 0, pack([10, 11])), Tail(2, 0, b"", wait_us=500))
-    )
-    assert list(end.tails.waits_s) == [0.002, 0.0005]
-
-
 @pytest.mark.parametrize("kind", [Tails, ArrivedKept])
 def test_tails_that_arrive_with_the_first_words_of_the_next_incarnation(kind: type[Tails]) -> None:
     end = ready(kind=kind)

@@ -292,8 +292,11 @@ def test_an_engine_that_comes_back_is_heard_though_its_old_connection_seems_aliv
         link = ZmqLink(7, [Address(endpoint=hub.endpoint)])
         assert hears(b"after", send=True)
         assert hub.send(7, b"answer")
-        assert link.wait(60.0)
-        assert link.receive() == [(0, b"answer")]
+        answers: list[tuple[int, bytes]] = []
+        deadline = time.monotonic() + 60.0
+        while not answers and time.monotonic() < deadline:
+            answers = link.receive()
+        assert answers == [(0, b"answer")]
     finally:
         first.kill()
         first.wait()

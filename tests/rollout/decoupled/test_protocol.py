@@ -52,7 +52,6 @@ TO_ENGINE = [
         bases=numbers(2, 700),
         counts=b"\2\1",
         tokens=pack([5, 6, 7]),
-        waits_us=[1_000_000],
     ),
     Resend(requests=[4, 5]),
 ]
@@ -168,15 +167,14 @@ def test_columns_are_strict(fields: tuple[object, ...]) -> None:
     assert len(str(error.value)) < 200, "it may be logged"
 
 
-def tail(request: int, base: int, *tokens: int, wait_us: int = 0) -> Tail:
-    return Tail(request, base, pack(tokens), wait_us)
+def tail(request: int, base: int, *tokens: int) -> Tail:
+    return Tail(request, base, pack(tokens))
 
 
 def test_tails_survive_as_columns() -> None:
-    made = columns([tail(1, 4, 10, 11), tail(2, 0, wait_us=7), tail(3, 9, 12)])
+    made = columns([tail(1, 4, 10, 11), tail(2, 0), tail(3, 9, 12)])
     assert decode_to_engine(encode(HEADER, [made])) == (HEADER, [made])
     assert sorted(newest([made])) == [(1, 4, pack([10, 11])), (2, 0, b""), (3, 9, pack([12]))]
-    assert made.waits_us == [7]
 
 
 @given(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Sequence
 
 import pytest
 
@@ -12,10 +11,9 @@ from specactor.config import SpeculationConfig
 from specactor.metrics import SPECULATION
 from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.protocol import Header, Pulse, encode
-from specactor.rollout.decoupled.remote_drafter import MAX_JUDGED, Decoupled, Patience
+from specactor.rollout.decoupled.remote_drafter import Decoupled
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.speculator import Speculator
-from specactor.trace import Recorder
 from tests.rollout.decoupled.scripted import Scripted, script
 
 ENGINE = 20
@@ -54,13 +52,6 @@ class Held:
         due = [(0, frame) for due_s, frame in self._answers if due_s <= self.now_s]
         self._answers = [(due_s, frame) for due_s, frame in self._answers if due_s > self.now_s]
         return due
-
-    def wait(self, timeout_s: float) -> bool:
-        if not self._answers:
-            self.draft(1)
-        due_s = min((due_s for due_s, _ in self._answers), default=float("inf"))
-        self.now_s = min(max(due_s, self.now_s), self.now_s + timeout_s)
-        return due_s <= self.now_s
 
     def close(self) -> None:
         self.closed += 1
@@ -101,24 +92,7 @@ def test_drafts_reach_the_speculator() -> None:
     assert play(drafter, link, rounds=30, round_s=0.02, wrong_every=5) > 40
     assert len(drafter.tails.live) == 1
     assert drafter.proposed > 40
-    assert (drafter.waits, drafter.waited_s) == (0, 0.0), "there always was a draft, or no hope for one"
     assert link.mirrors.num_requests == 0, "closed without a further round"
-
-
-@pytest.mark.parametrize(("answer_s", "waits"), [(0.002, True), (0.03, False)])
-def test_waits_for_quick_answers_only(answer_s: float, waits: bool) -> None:
-    link = Held(answer_s)
-    drafter = over(link)
-    drafter.recorder = Recorder(on=True)
-    play(drafter, link, rounds=300, round_s=0.02, wrong_every=5)
-    assert (drafter.waits > 20) == waits
-    assert drafter.waited_s <= 300 * 0.01
-    spans = drafter.recorder.take()
-    assert {span.name for span in spans} <= {"wait for drafts"}
-    assert len(spans) == drafter.waits
-    assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(drafter.waited_s)
-    assert all(span.details["missing"] == 1 for span in spans)
-    assert (sum(int(span.details["arrived"]) for span in spans) > 20) == waits
 
 
 def test_after_plain_rounds_drafts_are_expected_until_the_answer_is_there() -> None:
@@ -253,9 +227,6 @@ class Tells:
         frames, self._frames = self._frames, []
         return frames
 
-    def wait(self, timeout_s: float) -> bool:
-        return False
-
     def close(self) -> None:
         pass
 
@@ -284,94 +255,3 @@ def test_a_new_incarnation_counts_from_nothing() -> None:
     link.tell(0, 5, drafted=30)
     drafter.propose([], [])
     assert drafter.tails.drafted == 40
-
-
-class Noting(Patience):
-    """What it is taught."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.right: list[int] = []
-        self.seconds: list[float] = []
-
-    def judged(self, right: Sequence[int]) -> None:
-        self.right += right
-        super().judged(right)
-
-    def rounds(self, round_s: float) -> None:
-        self.seconds.append(round_s)
-        super().rounds(round_s)
-
-
-@pytest.mark.parametrize("right", [0, 1, 3, 4])
-@pytest.mark.parametrize("rounds", [1, 2, 16])
-def test_drafts_that_nobody_verified_are_judged_by_what_was_emitted(right: int, rounds: int) -> None:
-    """A look, and so many plain rounds until the next one."""
-    link = Held()
-    drafter = over(link)
-    drafter.patience = noted = Noting()
-    sequence = DraftSequence(request_id="a", prompt_ids=(1, 2, 3))
-    drafter.open(sequence)
-    for _ in range(2):
-        drafter.propose([sequence], [0])
-        link.draft(4)
-    [draft] = drafter.propose([sequence], [4])
-    assert len(draft) == 4
-    truth = [*draft[:right], *([1000] * 40)]
-    while len(sequence.output_ids) < 16:
-        fresh = truth[len(sequence.output_ids) :][:rounds]
-        link.now_s += 0.02 * rounds
-        sequence.output_ids.extend(fresh)
-        drafter.commit(sequence, fresh)
-        drafter.propose([sequence], [4])
-    assert noted.right[0] == right
-    assert noted.seconds == [], "no round was its own"
-
-
-def test_rounds_are_those_that_it_led() -> None:
-    """As they were measured, less its own waits, and none that came between."""
-    link = Held(answer_s=0.002)
-    drafter = over(link)
-    drafter.patience = noted = Noting()
-    play(drafter, link, rounds=300, round_s=0.02, wrong_every=5)
-    assert drafter.waits > 20
-    assert len(noted.seconds) >= 299, "in the first round nobody was there"
-    assert noted.seconds == pytest.approx([0.02] * len(noted.seconds))
-    assert 0 in noted.right
-    assert 4 in noted.right
-
-
-def test_of_many_drafts_some_are_judged() -> None:
-    link = Held()
-    drafter = over(link)
-    drafter.patience = noted = Noting()
-    sequences = [DraftSequence(request_id=str(i), prompt_ids=(i,)) for i in range(100)]
-    for sequence in sequences:
-        drafter.open(sequence)
-    for _ in range(3):
-        drafter.propose(sequences, [4] * 100)
-        link.draft(4)
-    for sequence in sequences:
-        sequence.output_ids.extend([1000] * 4)
-    drafter.propose(sequences, [4] * 100)
-    assert 0 < len(noted.right) <= MAX_JUDGED
-    assert set(noted.right) == {0}
-
-
-def test_others_are_judged_in_every_round() -> None:
-    link = Held()
-    drafter = over(link)
-    drafter.patience = noted = Noting()
-    count, rounds = 3 * MAX_JUDGED, 12
-    sequences = [DraftSequence(request_id=str(i), prompt_ids=(i,)) for i in range(count)]
-    for sequence in sequences:
-        drafter.open(sequence)
-    for _ in range(rounds):
-        drafter.propose(sequences, [4] * count)
-        link.draft(8)
-        for i, sequence in enumerate(sequences):
-            good = script(sequence.prompt_ids, sequence.output_ids, 4)
-            sequence.output_ids.extend(good if i % 3 == 0 else [1000])
-    served = len(noted.right)
-    assert served > rounds * MAX_JUDGED / 2
-    assert served / 4 < served - noted.right.count(0) < served / 2, "a third of the requests is drafted for rightly"

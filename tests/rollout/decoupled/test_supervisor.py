@@ -17,7 +17,7 @@ import torch
 from specactor.errors import EngineError
 from specactor.rollout.decoupled import supervisor
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
-from specactor.rollout.decoupled.spec import Ask, AskWork, DrafterSpec, Rested, Work
+from specactor.rollout.decoupled.spec import Ask, AskWork, DrafterSpec, State, Work
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, Keys, ZmqLink, local_endpoint, make_keys, new_session
 from specactor.rollout.process_guard import descendants
@@ -95,7 +95,7 @@ def test_questions_that_arrive_together_are_all_answered(drafter: DrafterProcess
     """As when a push comes while the process has still to say that it is alive."""
     questions = (Ask("alive"), Ask("alive"), AskWork(trace=False))
     calls = [drafter.call(question) for question in questions]
-    assert [type(call.next(PATIENCE_S)) for call in calls] == [Rested, Rested, Work]
+    assert [type(call.next(PATIENCE_S)) for call in calls] == [State, State, Work]
 
 
 def test_a_sign_of_life_is_asked_for_in_time_and_holds_up_no_other_question(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from specactor.rollout.decoupled.continuer import Continuer, Lane
+from specactor.rollout.decoupled.drafter_side import Continuer, Lane
 from specactor.rollout.decoupled.engine_side import Tails
 from specactor.rollout.decoupled.main import MAX_TURNS, DrafterLoop
 from specactor.rollout.decoupled.protocol import Drops

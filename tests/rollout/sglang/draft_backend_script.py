@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specactor.cpu.sglang_ops import murmur_hash32
-from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.drafter_side import Lane
 from specactor.rollout.sglang.draft_backend import DraftBackend
 from specactor.rollout.sglang.draft_runner import load_alone
 from specactor.weights_sync.draft_push import DraftSender

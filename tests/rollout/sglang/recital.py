@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from specactor.rollout.decoupled.continuer import Continuer, Lane
+from specactor.rollout.decoupled.drafter_side import Continuer, Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.types import RolloutRequest, Trajectory
 

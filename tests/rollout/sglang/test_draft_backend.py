@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from specactor.cpu import sglang as cpu
-from specactor.rollout.decoupled.continuer import Lane
-from specactor.rollout.decoupled.drafter_side import UNKNOWN, MirroredRequests
+from specactor.rollout.decoupled.drafter_side import UNKNOWN, Lane, MirroredRequests
 from specactor.rollout.decoupled.protocol import Beat, Header, Open, encode
 from specactor.rollout.sglang.draft_runner import DRAFT_TEMPERATURE
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 
-from specactor.rollout.decoupled.continuer import Lane
+from specactor.rollout.decoupled.drafter_side import Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.sglang.draft_backend import DraftBackend
 from specactor.rollout.sglang.draft_runner import DraftText

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Callable, Sequence
 
 import pytest
 
-from specactor.rollout.decoupled import engine_side
-from specactor.rollout.decoupled.continuer import Continuer, Lane
-from specactor.rollout.decoupled.drafter_side import MirroredRequests
-from specactor.rollout.decoupled.main import BatchTiming
-from specactor.rollout.decoupled.protocol import Beat, Commits, Header, Open, ToDrafter, encode
-from specactor.rollout.decoupled.remote_drafter import Decoupled, Patience
-from specactor.rollout.speculation import drafter_set, probing
+from specactor.rollout.decoupled.drafter_side import Continuer, Lane, MirroredRequests
+from specactor.rollout.decoupled.remote_drafter import Decoupled
+from specactor.rollout.speculation import probing
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.planner import Planner
 from tests.rollout.speculation.test_resting import Rests
 from tests.rollout.speculation.world import STEP_S, Coin, auto
 
 ENGINE, OTHER_ENGINE = 20, 30
-OTHERS, OTHERS_ROUND_S = 64, 0.02
 """Requests of the other engine; seconds of its rounds."""
 TOKEN_S = STEP_S / 4
 """A draft token for all requests."""
@@ -60,9 +54,6 @@ class Elsewhere:
         self.sent = 0
         self.delay_s = 0.0
         """Of an answer."""
-        self.lane_s = 0.0
-        """Of each request in a batch, beside `TOKEN_S`."""
-        self.timing = BatchTiming()
         self._done_s = 0.0
         self._answers: list[tuple[float, bytes]] = []
 
@@ -81,9 +72,6 @@ class Elsewhere:
         self._answers = [answer for answer in self._answers if answer[0] + self.delay_s > now_s]
         return due
 
-    def wait(self, timeout_s: float) -> bool:
-        return False
-
     def close(self) -> None:
         pass
 
@@ -91,13 +79,11 @@ class Elsewhere:
         now_s = self.clock()
         self._done_s = max(self._done_s, now_s - 1.0)
         while self._done_s + TOKEN_S <= now_s:
-            lanes = self.mirrors.wanted(1000, slower=self.timing.is_slower) if self.drafts and self.is_alive else []
+            lanes = self.mirrors.wanted(1000) if self.drafts and self.is_alive else []
             if not lanes:
                 self._done_s = now_s
                 return
-            batch_s = TOKEN_S + self.lane_s * len(lanes)
-            self._done_s += batch_s
-            self.timing.batch(len(lanes), batch_s)
+            self._done_s += TOKEN_S
             self.mirrors.extended(lanes, self.continuer.extend(lanes))
             self._say(self._done_s)
 
@@ -180,30 +166,6 @@ def test_a_drafter_that_is_gone_is_not_asked_and_found_again() -> None:
     assert world.speculator.report()["decoupled"].speculative_rounds == 0
 
 
-def rounds_until_found() -> float:
-    """Mean of plain rounds until a drafter that begins to answer is there; a beat is one round long."""
-    found = []
-    for silent in range(200, 264, 7):
-        link = Elsewhere(0.9)
-        link.is_alive, link.delay_s = False, 1e-4
-        world = Apart(link)
-        world.play(silent)
-        link.is_alive, before = True, world.unasked
-        while not world.speculator.drafter_set.there:
-            world.play(1)
-        found.append(world.unasked - before)
-    return sum(found) / len(found)
-
-
-def test_one_that_begins_to_answer_is_found_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer to a beat is not left lying until the look after that."""
-    monkeypatch.setattr(engine_side, "BEAT_EVERY_S", 1e-3)
-    monkeypatch.setattr(drafter_set, "LISTEN_EVERY_S", 1e-3)
-    assert rounds_until_found() < 24
-    monkeypatch.setattr(drafter_set, "LISTEN_EVERY_S", float("inf"))
-    assert rounds_until_found() > 32
-
-
 def test_one_that_answers_and_never_drafts_costs_little() -> None:
     link = Elsewhere(0.9)
     link.drafts = False
@@ -223,31 +185,28 @@ def test_another_drafter_takes_the_place_of_one_that_is_gone_or_silent(is_alive:
     assert world.speculator.report()["coin"].speculative_rounds > 300
 
 
-class Willing(Patience):
-    """Would always wait."""
-
-    def bound(self, requests: int, missing: int) -> tuple[float, float]:
-        return 1e-4, 1.0
-
-
-def waits(right: float, *beside: Drafter) -> int:
-    """For drafts, in a thousand rounds, of a drafter of that kind that is willing to."""
+def verified(right: float, *beside: Drafter) -> int:
+    """Times, in a thousand rounds, that a drafter of that kind is told that its drafts would be verified."""
     world = Apart(Elsewhere(right), *beside)
-    world.drafter.patience = Willing()
     world.play(500)
-    before = world.drafter.waits
+    told: list[bool] = []
+    propose = world.drafter.propose
+
+    def noting(sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        told.append(world.drafter.is_verified)
+        return propose(sequences, windows)
+
+    world.drafter.propose = noting  # type: ignore[method-assign]
     world.play(1000)
-    return world.drafter.waits - before
+    assert told
+    return sum(told)
 
 
-def test_nobody_waits_for_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_are_told_of_a_look() -> None:
     """While decoding is plain, or another drafter leads."""
-    assert waits(0.9) > 100
-    assert waits(0.0) == 0
-    assert waits(0.0, Coin(0.95)) == 0
-    monkeypatch.setattr(drafter_set.DrafterSet, "let_wait", lambda *_: None)
-    assert waits(0.0) > 0
-    assert waits(0.0, Coin(0.95)) > 100
+    assert verified(0.9) > 100
+    assert verified(0.0) == 0
+    assert verified(0.0, Coin(0.95)) == 0
 
 
 class Here(Drafter):
@@ -296,82 +255,6 @@ def test_one_that_has_no_drafts_in_a_round_is_not_left_for_it(
     found = speed_beside_one_here(right, requests)
     monkeypatch.setattr(Planner, "usual_gain", lambda *_, **__: 0.0)
     assert found > gain * speed_beside_one_here(right, requests)
-
-
-class Shared(Elsewhere):
-    """Also drafts for another engine, of many requests, whose drafts are all wrong now and then."""
-
-    def __init__(self, lane_s: float) -> None:
-        super().__init__(0.9)
-        self.lane_s = lane_s
-        self._frames = itertools.count(1)
-        self._committed = 0
-        self._tell(
-            Beat(engine="other", requests=[]),
-            *(
-                Open(request=i, prompt_ids=[1], output_ids=[], seed=0, temperature=1.0, window=4)
-                for i in range(1, OTHERS + 1)
-            ),
-        )
-
-    def _go_on(self) -> None:
-        if self.clock() >= OTHERS_ROUND_S * (self._committed + 1):
-            requests = list(range(1, OTHERS + 1))
-            positions, counts, tokens = [self._committed] * OTHERS, [1] * OTHERS, [999] * OTHERS
-            self._tell(Commits(requests=requests, positions=positions, counts=counts, tokens=tokens))
-            self._committed += 1
-        super()._go_on()
-
-    def _tell(self, *records: ToDrafter) -> None:
-        header = Header(sender=OTHER_ENGINE, receiver=0, number=next(self._frames))
-        self.mirrors.receive(OTHER_ENGINE, encode(header, records), self.clock())
-
-    def _say(self, at_s: float) -> None:
-        self._answers += [(at_s, frame) for frame in self.mirrors.outgoing(ENGINE, version=1, now_s=at_s)]
-
-
-def speed(link: Elsewhere, *, requests: int, window: int) -> float:
-    """Tokens per second with a fixed window."""
-    world = Apart(link, requests=requests, window=window)
-    world.play(200)
-    return world.play(500)
-
-
-def shares(lane_s: float, monkeypatch: pytest.MonkeyPatch) -> float:
-    """By what factor one request is faster if those who wait may go first."""
-    with_pace = speed(Shared(lane_s), requests=1, window=4)
-    with monkeypatch.context() as patch:
-        patch.setattr(BatchTiming, "is_slower", lambda *_: False)
-        return with_pace / speed(Shared(lane_s), requests=1, window=4)
-
-
-def test_who_waits_is_drafted_for_first_where_others_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shares(TOKEN_S / 8, monkeypatch) > 1.1
-    assert shares(0.0, monkeypatch) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("right", "full"),
-    [
-        *((0.9, 0.0), (0.9, 1.0), (0.7, 0.5), (0.7, 2.0)),
-        *(pytest.param(*case, marks=pytest.mark.deep) for case in ((0.7, 0.0), (0.7, 1.0), (0.9, 0.5), (0.9, 2.0))),
-    ],
-)
-def test_equal_requests_lose_nothing_by_it(full: float, right: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`full`: what the lanes of a batch of all cost, beside its fixed cost. To let those who wait go first in any case
-    loses."""
-
-    def elsewhere() -> Elsewhere:
-        link = Elsewhere(right)
-        link.lane_s = full * TOKEN_S / 16
-        return link
-
-    with_pace = speed(elsewhere(), requests=16, window=2)
-    monkeypatch.setattr(BatchTiming, "is_slower", lambda *_: False)
-    assert with_pace > 0.98 * speed(elsewhere(), requests=16, window=2)
-    if (full, right) == (1.0, 0.9):
-        monkeypatch.setattr(BatchTiming, "is_slower", lambda *_: True)
-        assert with_pace > 1.05 * speed(elsewhere(), requests=16, window=2)
 
 
 def test_two_windows_are_two_of_those_that_are_used() -> None:

@@ -18,7 +18,6 @@ from specactor.rollout.speculation.probing import (
     BackOff,
     Look,
     Looks,
-    Seen,
 )
 
 
@@ -67,7 +66,7 @@ def sequence(*output_ids: int) -> DraftSequence:
     [([5, 6, 7], 2, (3, 2, 3, 2)), ([5, 9], CONFIDENCES, (2, 1, 3, CONFIDENCES)), ([], 0, (0, 0, 3, 0))],
 )
 def test_a_look_says_how_much_of_a_draft_was_right(draft: list[int], sure: int, seen: tuple[int, ...]) -> None:
-    assert Look(sequence(1, 1, 5, 6, 8, 7), 2, 3, draft, sure).seen() == Seen("r", *seen)
+    assert Look(sequence(1, 1, 5, 6, 8, 7), 2, 3, draft, sure).seen() == ("r", *seen)
 
 
 def test_drafts_count_as_far_as_a_request_went() -> None:
@@ -77,12 +76,12 @@ def test_drafts_count_as_far_as_a_request_went() -> None:
     looks.keep("b", Look(one, 2, 4, [9], 0))
     one.output_ids += [5, 6]
     assert looks.over() == {}
-    assert looks.ended("r") == {"a": [Seen("r", 2, 2, 2, 3)], "b": [Seen("r", 1, 0, 2, 0)]}
+    assert looks.ended("r") == {"a": [("r", 2, 2, 2, 3)], "b": [("r", 1, 0, 2, 0)]}
     assert looks.ended("r") == {}
     looks.keep("a", Look(one, 4, 4, [5], 3))
     assert looks.ended("r") == {}, "nothing was emitted since"
     looks.keep("a", Look(one, 0, 4, [1], 3))
-    assert looks.over() == {"a": [Seen("r", 1, 1, 4, 3)]}
+    assert looks.over() == {"a": [("r", 1, 1, 4, 3)]}
     assert looks.over() == {}
 
 

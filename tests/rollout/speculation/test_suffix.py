@@ -319,7 +319,7 @@ def test_what_a_look_enters_does_not_grow_with_the_rest_before_it(rest: int, mon
     """Rests are counted in tokens of each request; of each the newest are known."""
     monkeypatch.setattr(suffix, "AT_ONCE", 1_024, raising=False)
     drafter, rng = Entered(), random.Random(0)
-    drafter.may_wait = False
+    drafter.is_verified = False
     running = [start(drafter, str(i), (i,)) for i in range(8)]
     draft(drafter, running[0])
     drafter.entered = 0
