@@ -83,7 +83,8 @@ def test_a_rank_takes_its_own_first_and_of_others_where_most_is_left() -> None:
 class Shared(Waiting):
     """Takes from the others' front without asking the store."""
 
-    def __post_init__(self) -> None:
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
         self._alone = Counter[str]()
 
     def _is_granted(self, engine: int) -> bool:
