@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def test_its_data_can_be_learned_from(tmp_path: Path, monkeypatch: pytest.Monkey
     [(row, words)] = re.findall(r"^# (\{.*\}) +(\w+ --data.*)$", code, re.MULTILINE)
     typed = f"from {Problem.__module__} import Problem\n" + code.partition("\n\n\n# --rollout")[0]
     (tmp_path / "mine.py").write_text(typed)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another test
     (tmp_path / "problems.jsonl").write_text(row)
     (tmp_path / "held_out.jsonl").write_text(row.replace("37", "48"))
     make_char_tokenizer(tmp_path)
