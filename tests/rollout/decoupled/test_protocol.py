@@ -188,7 +188,7 @@ def test_of_several_tails_the_last_counts(sent: list[dict[int, tuple[int, list[i
 
 def test_headers_are_strict() -> None:
     frame = encode(HEADER, [])
-    for at, value in ((0, b"X"), (4, b"\x05"), (4, b"\x07"), (8, bytes(8)), (15, b"\xff"), (24, bytes(8))):
+    for at, value in ((0, b"X"), (4, b"\x06"), (4, b"\x08"), (8, bytes(8)), (15, b"\xff"), (24, bytes(8))):
         with pytest.raises(FrameError):
             decode_to_drafter(frame[:at] + value + frame[at + len(value) :])
     with pytest.raises(FrameError, match="bytes"):
