@@ -58,10 +58,10 @@ class AnyBranch(Tails):
 class BranchesKept(MirroredRequests):
     """Keeps branches of tokens that were thrown away."""
 
-    def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
+    def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int]) -> None:
         mirror = session.mirrors.get(request)
         before = dict(mirror.branches) if mirror is not None else {}
-        super()._commit(session, request, position, tokens, now_s)
+        super()._commit(session, request, position, tokens)
         if mirror is not None and mirror.num_ahead == 0:
             mirror.branches |= {at: branch for at, branch in before.items() if at > mirror.committed}
 
@@ -135,30 +135,30 @@ def _shifted(record: protocol.ToDrafter) -> protocol.ToDrafter:
 class GapIgnored(MirroredRequests):
     """Tokens are put behind those that are there, wherever they belong."""
 
-    def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
+    def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int]) -> None:
         mirror = session.mirrors.get(request)
         if mirror is not None:
             position = min(position, mirror.committed)
-        super()._commit(session, request, position, tokens, now_s)
+        super()._commit(session, request, position, tokens)
 
 
 class PositionIgnored(MirroredRequests):
     """Tokens that were committed before are committed again."""
 
-    def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
+    def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int]) -> None:
         mirror = session.mirrors.get(request)
         if mirror is not None:
             position = mirror.committed
-        super()._commit(session, request, position, tokens, now_s)
+        super()._commit(session, request, position, tokens)
 
 
 class RollbackForgotten(MirroredRequests):
     """Keeps what it drafted after a commit that differs."""
 
-    def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int], now_s: float) -> None:
+    def _commit(self, session: Any, request: int, position: int, tokens: Sequence[int]) -> None:
         mirror = session.mirrors.get(request)
         before = [] if mirror is None else list(mirror.tokens)
-        super()._commit(session, request, position, tokens, now_s)
+        super()._commit(session, request, position, tokens)
         if mirror is not None:
             extra = before[len(mirror.tokens) :][: mirror.window]
             mirror.tokens += extra
