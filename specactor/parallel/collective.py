@@ -119,12 +119,12 @@ def end_in_groups(code: object) -> None:
     """End this process at once if it is still in such groups, since their destructors would wait as well. `code` is
     that of a SystemExit, which may be a text."""
     if ends_with_peers():
-        is_status = code is None or isinstance(code, int)
-        if not is_status:
+        status = code if isinstance(code, int) else int(code is not None)
+        if not (code is None or isinstance(code, int)):
             print(code, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(int(code or 0) if is_status else 1)
+        os._exit(status)
 
 
 class Collective:
