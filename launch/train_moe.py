@@ -95,7 +95,7 @@ def main() -> int:
                 store = meeting.open_store()
                 run(config, rank=rank, local_rank=local_rank, world=world, head=head, failures=failures, store=store)
     except SystemExit as failed:
-        end_in_groups(int(failed.code or 0))
+        end_in_groups(failed.code)
         raise
     return 0
 

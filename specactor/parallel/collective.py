@@ -115,12 +115,16 @@ def ends_with_peers() -> bool:
     return dist.is_initialized() and dist.get_backend() != "gloo"
 
 
-def end_in_groups(code: int) -> None:
-    """End this process at once if it is still in such groups, since their destructors would wait as well."""
+def end_in_groups(code: object) -> None:
+    """End this process at once if it is still in such groups, since their destructors would wait as well. `code` is
+    that of a SystemExit, which may be a text."""
     if ends_with_peers():
+        status = code if isinstance(code, int) else int(code is not None)
+        if not (code is None or isinstance(code, int)):
+            print(code, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(status)
 
 
 class Collective:

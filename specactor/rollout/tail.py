@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 
 import numpy as np
 
@@ -54,6 +55,7 @@ class WakeWhereItPays:
             return None
         soonest, engine = min(wakes)
         lengths = sorted(finished)
+        sums = [*accumulate(lengths, initial=0)]
         # One drafter drafts for all requests, so its time is charged for all.
         served = sum(min(len(load.running), load.slots) for load in loads)
 
@@ -64,7 +66,7 @@ class WakeWhereItPays:
         pays = any(
             gain_after(
                 soonest + self.notice_rounds,
-                expected_left(lengths, emitted, limit),
+                expected_left(lengths, sums, emitted, limit),
                 faster(min(len(load.running), load.slots)),
             )
             > 1.0 + self.margin
@@ -97,10 +99,12 @@ def tail_policy(config: Config) -> WakeWhereItPays | None:
     return WakeWhereItPays(max_window=max_window) if config.lends_devices else None
 
 
-def expected_left(lengths: Sequence[int], emitted: int, limit: int) -> float:
-    """Return the tokens left if a response goes on as longer ones did, from 1 to the limit. `lengths` rise."""
-    longer = lengths[bisect_right(lengths, emitted) :]
-    mean = sum(longer) / len(longer) if longer else float(limit)
+def expected_left(lengths: Sequence[int], sums: Sequence[int], emitted: int, limit: int) -> float:
+    """Return the tokens left if a response goes on as longer ones did, from 1 to the limit. `lengths` rise; `sums` are
+    of the first none, one, two, .. of them."""
+    shorter = bisect_right(lengths, emitted)
+    longer = len(lengths) - shorter
+    mean = (sums[-1] - sums[shorter]) / longer if longer else float(limit)
     return max(1.0, min(mean, limit) - emitted)
 
 

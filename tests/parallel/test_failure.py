@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from specactor.errors import EngineError, PeerFailedError
-from specactor.parallel import failure
+from specactor.parallel import collective, failure
 from specactor.parallel.failure import Member, failure_guard
 
 TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train_moe.py"
@@ -135,6 +135,21 @@ def test_a_rank_that_fails_waits_for_no_other_to_leave_its_groups(tmp_path: Path
     command = [sys.executable, str(tmp_path / "script.py"), str(TRAIN)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "specactor: rank 0: DataError: problem 7")
+
+
+@pytest.mark.parametrize(("code", "status"), [(130, 130), (None, 0), ("data: no rows are left", 1)])
+def test_a_rank_that_exits_in_its_groups_says_what_python_would(
+    code: object, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user's function may call sys.exit with a text."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    collective.end_in_groups(code)
+    assert not ended, "it is in no group"
+    monkeypatch.setattr(collective, "ends_with_peers", lambda: True)
+    collective.end_in_groups(code)
+    assert ended == [status]
+    assert capsys.readouterr().err == (f"{code}\n" if isinstance(code, str) else "")
 
 
 def test_torchruns_own_report_ends_with_ours(tmp_path: Path) -> None:

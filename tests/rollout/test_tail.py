@@ -111,12 +111,26 @@ def test_a_drafter_that_was_bad_once_is_tried_again() -> None:
 
 
 def test_what_is_left_follows_from_longer_responses() -> None:
-    finished = [10, 20, 60, 100]
-    assert expected_left(finished, 0, 200) == 47.5
-    assert expected_left(finished, 20, 200) == 60
-    assert expected_left(finished, 100, 200) == 100, "nothing was longer: the limit is all that is known"
-    assert expected_left(finished, 20, 50) == 30
-    assert expected_left(finished, 199, 200) == 1
+    finished = [10, 20, 60, 100], [0, 10, 30, 90, 190]
+    assert expected_left(*finished, 0, 200) == 47.5
+    assert expected_left(*finished, 20, 200) == 60
+    assert expected_left(*finished, 100, 200) == 100, "nothing was longer: the limit is all that is known"
+    assert expected_left(*finished, 20, 50) == 30
+    assert expected_left(*finished, 199, 200) == 1
+
+
+def test_a_decision_adds_every_length_once() -> None:
+    """Not once per running request: it is made ten times a second, beside the engines' calls."""
+    added = []
+
+    class Length(int):
+        def __radd__(self, other: int) -> int:
+            added.append(self)
+            return int(self) + other
+
+    loads = [load(0, 50, emitted=3, limit=8), load(1, wake_rounds=20.0)]
+    assert woken(loads, WakeWhereItPays(), [Length(n) for n in range(1, 9)]) is None
+    assert len(added) == 8
 
 
 def test_the_policy_of_a_configuration() -> None:

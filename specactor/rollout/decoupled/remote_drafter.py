@@ -45,7 +45,7 @@ class Decoupled(Drafter):
         """Return whether any drafter answers; a silent one is asked by beats alone."""
         if not self.tails.live:
             now_s = self._clock()
-            self._send(now_s)
+            self.expects = self._send(now_s)
             self._receive(now_s)
         return bool(self.tails.live)
 
@@ -93,11 +93,16 @@ class Decoupled(Drafter):
         without = [name for name, draft in zip(names, drafts, strict=True) if not draft]
         return 2 * self.tails.num_owed(without) > len(names)
 
-    def _send(self, now_s: float) -> None:
+    def _send(self, now_s: float) -> bool:
+        """Return whether anybody was sent anything."""
+        is_sent = False
         for drafter in range(self._link.num_drafters):
             for frame in self.tails.outgoing(drafter, now_s):
-                if not self._link.send(drafter, frame):
+                if self._link.send(drafter, frame):
+                    is_sent = True
+                else:
                     self.tails.drops.expect("unsent" if drafter in self.tails.live else "nobody")
+        return is_sent
 
     def _receive(self, now_s: float) -> None:
         self.tails.receive(self._link.receive(), now_s)

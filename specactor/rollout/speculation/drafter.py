@@ -48,7 +48,8 @@ class Drafter(ABC):
     is_verified: bool = True
     """Whether the drafts of this round would be verified, and not only looked at."""
     expects: bool = False
-    """After `propose`: most of the drafts are still on their way."""
+    """After `propose`: most of the drafts are still on their way. After an `is_there` that was False:
+    somebody was asked to answer."""
 
     read_up: Collection[int] = ()
     """After `propose`: indices of sequences that it read much of first, or is still reading. An empty draft of these

@@ -123,6 +123,7 @@ class DrafterSet:
 
     def find(self) -> None:
         there: set[str] = set()
+        asked: set[str] = set()
 
         def look(name: str, drafter: Drafter) -> None:
             if drafter.is_there():
@@ -131,11 +132,14 @@ class DrafterSet:
                 if version > self._versions.setdefault(name, version):
                     self._estimates.drafter_changed(name)
                 self._versions[name] = version
+            elif drafter.expects:
+                asked.add(name)
 
         for name, drafter in self.drafters.items():
             self.call(drafter, look, name, drafter)
         self.there = there
-        self._missed = 0 if there else self._missed + 1
+        # An answer would lie until the next look, for up to 2**ABSENT rounds: the next is in the next round.
+        self._missed = 0 if there or asked else self._missed + 1
 
     def expects(self) -> bool:
         return any(self.drafters[name].expects for name in self.there)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from specactor.rollout.decoupled import engine_side
 from specactor.rollout.decoupled.drafter_side import Continuer, Lane, MirroredRequests
 from specactor.rollout.decoupled.remote_drafter import Decoupled
 from specactor.rollout.speculation import probing
@@ -164,6 +165,37 @@ def test_a_drafter_that_is_gone_is_not_asked_and_found_again() -> None:
     world.play(1000)
     assert world.unasked > 900
     assert world.speculator.report()["decoupled"].speculative_rounds == 0
+
+
+def rounds_until_found() -> float:
+    """Mean of plain rounds until a drafter that begins to answer is there; a beat is one round long."""
+    found = []
+    for silent in range(200, 264, 7):
+        link = Elsewhere(0.9)
+        link.is_alive, link.delay_s = False, 1e-4
+        world = Apart(link)
+        world.play(silent)
+        link.is_alive, before = True, world.unasked
+        while not world.speculator.drafter_set.there:
+            world.play(1)
+        found.append(world.unasked - before)
+    return sum(found) / len(found)
+
+
+def test_one_that_begins_to_answer_is_found_in_the_round_after_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer to a beat is not left lying until the next look, 32 rounds later."""
+    monkeypatch.setattr(engine_side, "BEAT_EVERY_S", 1e-3)
+    assert rounds_until_found() < 24
+    monkeypatch.setattr(Decoupled, "expects", property(lambda _: False, lambda *_: None))
+    assert rounds_until_found() > 32
+
+
+def test_one_that_is_asked_and_never_answers_is_seldom_looked_for() -> None:
+    link = Elsewhere(0.9)
+    link.delay_s = float("inf")
+    world = Apart(link)
+    world.play(1000)
+    assert world.unasked > 900
 
 
 def test_one_that_answers_and_never_drafts_costs_little() -> None:
