@@ -44,5 +44,5 @@ def test_a_tail_on_another_prefix_is_not_verified() -> None:
     assert text.verified(2.0, 4) == (2, 1)
     text.committed = 7
     assert text.verified(2.0, 4) == (0, 0), "position 6 is another token"
-    text.hear(7, 2.0)
+    text.hear(7)
     assert (text.end, text.wrong) == (7, None)

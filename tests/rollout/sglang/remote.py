@@ -54,7 +54,7 @@ def remote(context: Any, _: object) -> dict[str, Any]:
         "requests": requests,
         "tokens": tokens,
         "live": own.tails.live,
-        "drafted": [drafter.drafted.value for drafter in own.tails._drafters],
+        "drafted": [drafter.drafted for drafter in own.tails._drafters],
         "proposed": own.proposed,
         "dropped": dict(own.tails.drops.counts),
         "accepted": dict(switching.accepted) if switching else {},
