@@ -3,6 +3,7 @@ busy the machine is, some drafts of woken drafters are verified."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -21,16 +22,18 @@ class Nothing(Drafter):
 
 
 def waits() -> Nothing:
-    pays = Decoupled._wait_for
+    proposes = Decoupled.propose
     rounds = Counter[str]()
 
-    def wait_for(self: Decoupled, names: Sequence[str], windows: Sequence[int], drafts: list[list[int]]) -> float:
-        if min(rounds[name] for name in names) < ROUNDS:
-            rounds.update(names)
-            self.patience.bound = lambda requests, missing: (LIMIT_S, float(missing))  # type: ignore[method-assign]
-        else:
-            vars(self.patience).pop("bound", None)
-        return pays(self, names, windows, drafts)
+    def propose(self: Decoupled, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        drafts = proposes(self, sequences, windows)
+        names = [sequence.request_id for sequence in sequences]
+        deadline = time.monotonic() + LIMIT_S
+        while min(rounds[name] for name in names) < ROUNDS and not any(drafts) and time.monotonic() < deadline:
+            time.sleep(0.005)
+            drafts = proposes(self, sequences, windows)
+        rounds.update(names)
+        return drafts
 
-    Decoupled._wait_for = wait_for  # type: ignore[method-assign]
+    Decoupled.propose = propose  # type: ignore[method-assign]
     return Nothing()
