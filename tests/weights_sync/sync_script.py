@@ -28,6 +28,7 @@ megatron.install()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from specactor.config import EngineConfig, WeightsSyncConfig  # noqa: E402
@@ -145,13 +146,13 @@ class Bench:
     def num_bytes_on_first_host(self, source: RankShards) -> int:
         """Of parameters that its ranks hold, each once: equal ones have one name."""
         rows, padded = self.trainer.policy.bridge.hf_config.vocab_size, 0
-        held = {}
+        held, group = {}, parallel_state.get_tensor_model_parallel_group()
         for name, tensor in source._parameters:
             cut = getattr(tensor, "tensor_model_parallel", False) or ".experts." in name
-            shard = torch.distributed.get_rank(source._tensor_group) if cut else 0
+            shard = torch.distributed.get_rank(group) if cut else 0
             held[f"{name} {shard}"] = tensor.nbytes
             if "embedding" in name or "output_layer" in name:
-                padded = tensor.shape[0] * (source._tensor_group.size() if cut else 1) - rows
+                padded = tensor.shape[0] * (group.size() if cut else 1) - rows
         assert padded == 0, "it would count bytes that no engine has"
         everyone = self.collective.gather(json.dumps(held), str)
         return sum(
