@@ -67,12 +67,13 @@ def test_no_layers_are_the_usual_three(layers: list[int] | None) -> None:
 
     eagle = {"eagle_aux_hidden_state_layer_ids": layers}
     config = SimpleNamespace(architectures=["LlamaForCausalLMEagle3"], eagle_config=eagle, hidden_size=4)
-    head_config = SimpleNamespace(hf_config=config)
+    head_config = SimpleNamespace(hf_config=config, hidden_size=4)
     assert draft_runner.num_features(head_config) == 3 * 4
     region = SimpleNamespace(region=lambda _: torch.no_grad())
     head = SimpleNamespace(
         model_config=head_config,
         token_to_kv_pool=SimpleNamespace(memory_saver_adapter=region),
+        req_to_token_pool=SimpleNamespace(size=2),
         dtype=torch.float32,
         device="cpu",
     )
