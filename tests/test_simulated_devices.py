@@ -65,10 +65,11 @@ def test_what_learns_on_a_device_is_made_there(found: dict[str, Any]) -> None:
 
 def test_weights_reach_an_engine_on_another_device(found: dict[str, Any]) -> None:
     """No number of a device travels: each side copies between its own and shared memory. Bytes that change there while
-    they are loaded end the engine."""
+    they are loaded are on the engine's device before, and end an engine that loads them from there."""
     rows = [[3.0 * i, 3.0 * i + 1, 3.0 * i + 2] for i in range(4)]
     assert found["weights"] == [[rows, "cuda:3"]] * 2
-    message, killed = found["damaged"]
+    assert found["damaged"] == [rows, "cuda:3"]
+    message, killed = found["damaged, cpu"]
     assert killed
     assert "row.0 changed while it was loaded" in message
 

@@ -92,9 +92,9 @@ class _Arrived(NamedTuple):
     raw: memoryview | torch.Tensor
 
 
-def _check(arrived: _Arrived) -> None:
+def _check(arrived: _Arrived, problem: str = "arrived with a wrong digest") -> None:
     if digest_of(arrived.raw) != arrived.slot.digest:
-        raise _Mismatch(f"{arrived.slot.name} arrived with a wrong digest")
+        raise _Mismatch(f"{arrived.slot.name} {problem}")
 
 
 _Places = list[tuple[int, int, str]]  # (address, bytes, name) of tensors, sorted
@@ -329,12 +329,13 @@ class Receiver:
         return arrived
 
     def _fed(self, tensors: list[_Arrived], audit: _WriteAudit) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hand them to the loader, each checked just before and read back just after."""
+        """Hand them to the loader, each checked just before, and read back and checked just after."""
         for arrived in tensors:
             _check(arrived)
             self._at = arrived.slot.name
             yield arrived.slot.name, arrived.tensor
             self._read_back(audit)
+            _check(arrived, "changed while it was loaded")
 
     def _open(self, address: Address) -> torch.Tensor:
         if address not in self._views:

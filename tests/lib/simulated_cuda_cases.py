@@ -413,6 +413,7 @@ def main(library: Path) -> None:
         found["learning, cuda"] = learning("cuda")
         found["weights"] = [weight_sync("cuda:0", "cuda:3", rounds) for rounds in (1, 4)]
         found["damaged"] = weight_sync("cuda:0", "cuda:3", 1, damaged=True)
+        found["damaged, cpu"] = weight_sync("cpu", "cpu", 1, damaged=True)
         found["pulls"] = weight_pulls("cuda:0", "cuda:3", waits)
         found["pulls that lack a wait"] = {
             "of the trainer's copies": pull_that_lacks_a_wait(
