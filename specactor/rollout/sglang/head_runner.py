@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,16 +134,23 @@ def prepare(target: Any, head: Any) -> TargetStates:
     head.req_to_token_pool.req_to_token = target.req_to_token_pool.req_to_token[:, 1:]
     head.init_kv_index_translator()
     states = TargetStates(target, head, num_slots=head.token_to_kv_pool.size + page)
-    head.model.forward = functools.partial(_captured, head.model, states.own_RH, is_mtp(head.model_config))
+    layers = _mtp_pass if is_mtp(head.model_config) else _head_pass
+    head.model.forward = functools.partial(_captured, head.model, layers, states.own_RH)
     return states
 
 
-def _captured(model: Any, own_RH: Tensor, is_mtp: bool, tokens_R: Tensor, positions_R: Tensor, batch: Any) -> Any:
-    """Return SGLang's output of a head, as a CUDA graph computes it."""
+def _captured(
+    model: Any,
+    layers: Callable[..., tuple[Tensor, Tensor]],
+    own_RH: Tensor,
+    tokens_R: Tensor,
+    positions_R: Tensor,
+    batch: Any,
+) -> Any:
+    """Return SGLang's output of a head, as a CUDA graph computes it. Args: layers: `_head_pass` or `_mtp_pass`."""
     states_RH = own_RH[: len(tokens_R)]
     batch.spec_info = SimpleNamespace(hidden_states=states_RH)
-    passes = _mtp_pass if is_mtp else _head_pass
-    hidden, passed_RH = passes(model, tokens_R, positions_R, batch)
+    hidden, passed_RH = layers(model, tokens_R, positions_R, batch)
     batch.spec_info = None
     states_RH.copy_(passed_RH)
     return model.logits_processor(tokens_R, hidden, model.lm_head, batch)
@@ -156,6 +163,7 @@ def _head_pass(model: Any, tokens_R: Tensor, positions_R: Tensor, batch: Any) ->
 
 
 def _mtp_pass(model: Any, tokens_R: Tensor, positions_R: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    """Return the same of an MTP layer."""
     # SGLang's layer hides the token at position 0. Megatron, which trains it, does not; and rotary embedding tells
     # distances alone.
     hidden = model.model(tokens_R, positions_R + 1, batch)
@@ -173,6 +181,8 @@ def _tensors(folder: Path) -> set[str]:
 
 
 class HeadRunner(DraftRunner):
+    """Drafts with an EAGLE-3 head: the first token from the target's hidden states, further ones from the head's."""
+
     first_token = 1
     keeps_drafts = False
     prefill_tokens = 0  # its one layer has few keys to read
