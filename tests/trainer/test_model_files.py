@@ -107,7 +107,7 @@ def test_ranks_wait_for_a_slow_disk_without_an_end(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(model_files.dist_checkpointing, "save", save)
     monkeypatch.setattr(model_files, "_sharded", lambda *_, **__: {})
-    monkeypatch.setattr(model_files, "Collective", Ranks, raising=False)
+    monkeypatch.setattr(model_files, "Collective", Ranks)
     model_files.save([], None, tmp_path)
     assert order == ["checkpoint", (1, 2), "whole"]
 
