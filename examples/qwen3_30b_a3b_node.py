@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 launch/train_moe.py qwen3_30b_a3b_node, with the paths of qwen3_30b_a3b
 
 Moments and main weights of the experts have one copy among 8 devices, 46 GB on each in float32, too much beside the
-rest: they are in host memory, where Adam computes (625 GB in all, 991 at a checkpoint). A device then holds at most
+rest: they are in host memory, where Adam computes (625 GB in all, 1010 at a checkpoint). A device then holds at most
 79.3 of 80 GB, as on 8 nodes, by `specactor plan qwen3_30b_a3b_node --devices 8`. A step has as many prompts.
 """
 

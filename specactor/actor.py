@@ -69,7 +69,7 @@ class SpecActor:
         audited = self.audit.look(step, self.version, groups, step_s=self._step_s)
         batch = self.learnable(groups)
         if self.distillation is not None:  # the draft model learns from all of them on every rank
-            batch = samples.fetch(batch, range(len(batch)), samples.OF_SEQUENCE)
+            batch = samples.fetch(batch, range(len(batch)), samples.OF_EXAMPLE)
         with self.progress.phase("train"):
             self.devices.to_trainer(self.trainer)
             trained = self.train(batch)

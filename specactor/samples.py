@@ -25,6 +25,8 @@ Sample = TypeVar("Sample", Trajectory, TrainSequence)
 OF_RESPONSE = ("prompt_ids", "token_ids", "logprobs", "routed_experts")
 # The same of a `TrainSequence`.
 OF_SEQUENCE = ("token_ids", "rollout_logprobs", "routed_experts")
+# What of it a draft model learns from: experts would be fifty times as much.
+OF_EXAMPLE = ("token_ids",)
 
 
 @dataclass(frozen=True)

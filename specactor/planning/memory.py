@@ -202,7 +202,8 @@ def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
         # there is no room for it, weights go through the buckets alone.
         "policy, for engines": dict.fromkeys(PHASES, width * shape.params),
         # Gathered by ranks that hold a whole model between them, which are of one host where it has as many devices.
-        "checkpoint": {"train": learning * (ADAM_BYTES["float32"] + MAIN_WEIGHT_BYTES) * saved},
+        # Every rank reads the state of all its parameters.
+        "checkpoint": {"train": learning * (ADAM_BYTES["float32"] + MAIN_WEIGHT_BYTES) * max(saved, hosted * held)},
     }
     return Memory(rows={name: row for name, row in rows.items() if row}, device_bytes=math.inf)
 

@@ -89,8 +89,8 @@ class ModelTrainer:
 
         count = self._run(items, loss_of, forward_only=False, watch=watch)
         optimizer.set_rates(self.optimizer, learning_rate, self.config.train)
-        _, grad_norm, _ = self.optimizer.step()  # writes parameters where engines of this host read them
-        return sums, float(grad_norm), count
+        # Parameters are written where engines of this host read them.
+        return sums, optimizer.step(self.optimizer, self.config.train), count
 
     def _run(
         self,

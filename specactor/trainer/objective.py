@@ -22,7 +22,7 @@ from specactor.trainer.losses import LossKind, correction_weights_T, kl_T, polic
 from specactor.trainer.microbatch import MicroBatch
 
 CANDIDATES = 16  # likeliest tokens, among which is nearly always the one that the noise picks
-ROWS_AT_ONCE = 256  # of logits that are copied for it
+ROWS_AT_ONCE = 1024  # of logits that are copied for it
 SLACK = {"float32": 1e-3, "bfloat16": 2.0}
 """Nats by which another token must score more than the sampled one: engine and trainer round differently."""
 

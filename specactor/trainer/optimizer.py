@@ -3,6 +3,7 @@ weights are the whole update's."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,6 +150,20 @@ def set_rates(optimizer: Any, learning_rate: float, train: TrainConfig) -> None:
         group["lr"] = learning_rate * group.get("lr_mult", 1.0)
         group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)
         group["betas"] = train.adam_betas
+
+
+def step(optimizer: Any, train: TrainConfig) -> float:
+    """Update the parameters; return the norm of the gradients."""
+    threads = torch.get_num_threads()
+    if train.optimizer_state == "host" and torch.cuda.is_available():
+        # Adam runs on the host, on as many cores as this rank's share; torchrun gave it one.
+        share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(threads, share))
+    try:
+        _, grad_norm, _ = optimizer.step()
+    finally:
+        torch.set_num_threads(threads)
+    return float(grad_norm)
 
 
 def reset(optimizer: Any) -> None:

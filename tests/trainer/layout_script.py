@@ -160,9 +160,9 @@ def picked(
     if entry.get("more"):
         reset()
         use(trainer, cases.CASES["grpo_updates"])
-        recorder = trainer.recorder(2)  # knows sequences as objects
+        recorder = trainer.recorder(2)
         stats = trainer.train_step(right, learning_rate=cases.LEARNING_RATE, recorder=recorder)
-        assert len(recorder.take(right)) == len(right)
+        assert len(recorder.take()) == len(right)
         found["several updates"] = stats.scored, stats.unpicked
     return found
 

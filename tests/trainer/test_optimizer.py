@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from specactor.config import TrainConfig
+from specactor.trainer import optimizer
 from specactor.trainer.optimizer import set_rates
 from tests.trainer.conftest import OPTIMIZER_STATES, OVERLAPPING
 
@@ -68,3 +70,23 @@ def test_gradients_that_are_summed_meanwhile_have_the_same_bits(two_ranks: dict[
         assert "AssertionError" in rank["wrong"]
     assert two_ranks[f"overlap {name}"]["ranks"][0]["buckets, in buckets"] > 5
     assert two_ranks[f"overlap {name}"]["ranks"][0]["buckets, at the end"] <= 2
+
+
+@pytest.mark.parametrize(("state", "on_gpu", "threads"), [("host", True, 6), ("host", False, 1), ("float32", True, 1)])
+def test_adam_on_the_host_has_this_ranks_share_of_the_cores(
+    state: Literal["host", "float32"], on_gpu: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 24 cores and 4 ranks. On a CPU all of a rank's work has one thread."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    before, during = torch.get_num_threads(), []
+
+    class Adam:
+        def step(self) -> tuple[bool, float, None]:
+            during.append(torch.get_num_threads())
+            return True, 2.0, None
+
+    assert optimizer.step(Adam(), TrainConfig(optimizer_state=state)) == 2.0
+    assert during == [max(before, threads)]
+    assert torch.get_num_threads() == before

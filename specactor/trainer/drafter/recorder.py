@@ -60,7 +60,7 @@ class Recorder:
         self._vocab_size, self._device = vocab_size, device
         self._tensor_rank = 0 if group is None else dist.get_rank(group)
         self._micro_batches: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._known: dict[int, tuple[TopK, Tensor | None]] = {}
+        self._known: list[tuple[TopK, Tensor | None]] = []
         self._hidden, self._parts = hidden_size, parts
         self._num_features = len(modules) * hidden_size
         self._max_tokens = min(max_tokens, MAX_BYTES // max(1, self._num_features * STATES.itemsize))
@@ -134,8 +134,7 @@ class Recorder:
             lengths = [len(sequences[i].token_ids) for i in self._chosen]
             states = dict(zip(self._chosen, torch.split(self._everywhere(self._states_SF), lengths), strict=True))
             del self._states_SF, self._row_of
-        for i, (sequence, top_k) in enumerate(zip(sequences, self._top_k(sequences), strict=True)):
-            self._known[id(sequence)] = top_k, states.get(i)
+        self._known += [(top_k, states.get(i)) for i, top_k in enumerate(self._top_k(sequences))]
 
     def _everywhere(self, values: Tensor) -> Tensor:
         """Return what all ranks have together: each number was seen by one, the others add zero. Collective."""
@@ -162,7 +161,7 @@ class Recorder:
         for tokens, values in zip(torch.split(ids, sizes), torch.split(logprobs, sizes), strict=True):
             yield TopK(tokens=tokens.numpy(), logprobs=values.numpy().astype(np.float16))
 
-    def take(self, sequences: Sequence[TrainSequence]) -> list[tuple[TopK, Tensor | None]]:
-        """Return and forget (the top-k, the states [L, F]; None: not kept) of these very objects."""
-        known, self._known = self._known, {}
-        return [known[id(sequence)] for sequence in sequences]
+    def take(self) -> list[tuple[TopK, Tensor | None]]:
+        """Return and forget (the top-k, the states [L, F]; None: not kept) of each sequence, as they came."""
+        known, self._known = self._known, []
+        return known

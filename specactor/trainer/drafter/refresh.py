@@ -193,7 +193,7 @@ class Distillation:
         """Return how many responses were cut."""
         known: Sequence[tuple[TopK | None, Tensor | None]] = [(None, None)] * len(sequences)
         if self.recorder is not None:
-            known = self.recorder.take(sequences)
+            known = self.recorder.take()
         for_head = isinstance(self.drafter, HeadTrainer)
         buffer = self.drafter.buffer
         before = buffer.too_long

@@ -63,7 +63,7 @@ def steps(trainer: PolicyTrainer) -> list[dict[str, Any]]:
 def steps_with_refresh(trainer: PolicyTrainer, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     recorder = trainer.recorder(TOP_K, layers=LAYERS, max_tokens=ROOM)
     first = asdict(trainer.train_step(SEQUENCES, learning_rate=2e-3, recorder=recorder))
-    known, states = map(list, zip(*recorder.take(SEQUENCES), strict=True))
+    known, states = map(list, zip(*recorder.take(), strict=True))
     of_head = learned(head_model(), known, states, dist.group.WORLD)
     drafter = DrafterTrainer(cases.config(), draft_model(), seed=0, group=dist.group.WORLD)
     drafter.buffer.add(examples_of(known))

@@ -45,7 +45,7 @@ def assert_top_k(ids: Tensor, logprobs: Tensor, of: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("of", CASES)
 def test_one_rank(of: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 24)
+    monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", 24)
     assert_top_k(*vocab_parallel_top_k(of["logits"], of["k"], temperature=of["temperature"], group=None), of)
 
 
@@ -92,7 +92,7 @@ def test_the_recorder_sees_micro_batches_on_their_way() -> None:
     assert torch.equal(second.grad, torch.ones_like(second)), "the loss is not touched"  # type: ignore[arg-type]
     sequences = [TrainSequence(token_ids=tuple(range(1 + n)), prompt_len=1) for n in (3, 2)]
     recorder.updated(sequences)
-    known = [top_k for top_k, _ in recorder.take(sequences)]
+    known = [top_k for top_k, _ in recorder.take()]
     rows = torch.cat([logits_TV[:3], logits_TV[5:7]])
     want = (rows / 0.7).log_softmax(-1).topk(2)
     assert np.concatenate([of.tokens for of in known]).tolist() == want.indices.tolist()
@@ -101,7 +101,7 @@ def test_the_recorder_sees_micro_batches_on_their_way() -> None:
     np.testing.assert_allclose(got, want.values.numpy(), rtol=1e-3, atol=1e-3)
     assert [len(of.tokens) for of in known] == [3, 2]
     recorder.updated(sequences)
-    assert not np.concatenate([of.tokens for of, _ in recorder.take(sequences)]).any(), "it is empty again"
+    assert not np.concatenate([of.tokens for of, _ in recorder.take()]).any(), "it is empty again"
 
 
 def test_what_an_environment_said_is_certain() -> None:
@@ -112,7 +112,7 @@ def test_what_an_environment_said_is_certain() -> None:
     observed(FakeBatch(torch.tensor([0, 3]), torch.tensor([0, 3])), logits_TV[None, :4])  # type: ignore[arg-type]
     sequence = TrainSequence(token_ids=(1, 2, 5, 0, 4), prompt_len=1, loss_mask=(True, False, False, True))
     recorder.updated([sequence])
-    [(known, _)] = recorder.take([sequence])
+    [(known, _)] = recorder.take()
     want = logits_TV[[0, 3]].log_softmax(-1).topk(3)
     assert known.tokens[[0, 3]].tolist() == want.indices.tolist()
     assert known.tokens[[1, 2], 0].tolist() == [5, 0]
