@@ -19,6 +19,8 @@ from aiohttp import web
 
 MAX_BODY_BYTES = 2**26
 MODEL = "policy"  # the name of what is trained; calls may give any other
+SILENT_S = 60.0
+"""Without a byte. OpenAI's client hangs up after 600 s, and asks again: long answers would never arrive."""
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -153,10 +155,7 @@ class Endpoint:
             head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": body.model}
             take(call)
             try:
-                parts = await _parts(call)
-                if body.stream:
-                    return await _stream(request, call, head, parts)
-                return _json(_whole(call, head, parts))
+                return await _answer(request, call, head)
             except (asyncio.CancelledError, ConnectionError):  # the client has hung up
                 if call.missing:
                     call.is_given_up = True
@@ -166,6 +165,29 @@ class Endpoint:
             return _refused(refusal)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return _refused(Refusal(f"body: {error}. Correct or leave it out."))
+
+
+async def _answer(request: web.Request, call: ChatCall, head: dict[str, Any]) -> web.StreamResponse:
+    """Send the choices when all are there, and until then, from `SILENT_S` on, what clients read over."""
+    kind = "text/event-stream" if call.body.stream else "application/json"
+    response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+    waiting = asyncio.ensure_future(_parts(call))
+    try:
+        while not (await asyncio.wait({waiting}, timeout=SILENT_S))[0]:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(b":\n\n" if call.body.stream else b" ")
+    finally:
+        waiting.cancel()
+    if response.prepared and waiting.exception() and request.transport is not None:
+        request.transport.abort()  # it is too late for another status
+        return response
+    parts = waiting.result()
+    if not response.prepared:
+        await response.prepare(request)
+    await response.write(_events(call, head, parts) if call.body.stream else _whole(call, head, parts))
+    await response.write_eof()
+    return response
 
 
 async def _parts(call: ChatCall) -> list[Part]:
@@ -179,7 +201,7 @@ async def _parts(call: ChatCall) -> list[Part]:
     return sorted(parts, key=lambda part: part.choice)
 
 
-def _whole(call: ChatCall, head: dict[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
+def _whole(call: ChatCall, head: dict[str, Any], parts: Sequence[Part]) -> bytes:
     choices = [
         {
             "index": part.choice,
@@ -189,13 +211,11 @@ def _whole(call: ChatCall, head: dict[str, Any], parts: Sequence[Part]) -> dict[
         }
         for part in parts
     ]
-    return {**head, "object": "chat.completion", "choices": choices, "usage": _usage(parts)}
+    return msgspec.json.encode({**head, "object": "chat.completion", "choices": choices, "usage": _usage(parts)})
 
 
-async def _stream(
-    request: web.Request, call: ChatCall, head: dict[str, Any], parts: Sequence[Part]
-) -> web.StreamResponse:
-    """Send each choice whole, as a server-sent event."""
+def _events(call: ChatCall, head: dict[str, Any], parts: Sequence[Part]) -> bytes:
+    """Return each choice whole, as a server-sent event."""
     head |= {"object": "chat.completion.chunk"}
     events: list[dict[str, Any]] = []
     for part in parts:
@@ -203,12 +223,7 @@ async def _stream(
         events.append({**head, "choices": [{**choice, "finish_reason": part.finish_reason}]})
     if (call.body.stream_options or {}).get("include_usage"):
         events.append({**head, "choices": [], "usage": _usage(parts)})
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    for event in events:
-        await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    return response
+    return b"".join(b"data: %b\n\n" % data for data in (*map(msgspec.json.encode, events), b"[DONE]"))
 
 
 def _logprobs(call: ChatCall, part: Part) -> dict[str, Any] | None:
@@ -228,8 +243,4 @@ def _usage(parts: Sequence[Part]) -> dict[str, int]:
 
 def _refused(refusal: Refusal) -> web.Response:
     error = {"message": str(refusal), "type": "invalid_request_error", "param": None, "code": refusal.code}
-    return _json({"error": error}, refusal.status)
-
-
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+    return web.json_response(body=msgspec.json.encode({"error": error}), status=refusal.status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import queue
 import socket
@@ -15,6 +16,7 @@ from typing import Any, cast
 
 import pytest
 
+from specactor.rollout import endpoint as module
 from specactor.rollout import resume
 from specactor.rollout.child_process import ChildDied
 from specactor.rollout.conversations import Conversations
@@ -266,3 +268,40 @@ def test_a_given_up_call_that_stays_would_be_seen() -> None:
     for turn in (first, second):
         answer(session, turn)
     assert len(session.whole().branches) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_hears_something_while_a_long_answer_is_generated(stream: bool) -> None:
+    """OpenAI's hangs up after 600 seconds without a byte."""
+    answer, first = asked(stream=stream, with_answer=Part(choice=0, delta={"content": "late"}, finish_reason="stop"))
+    if stream:
+        events = [line.removeprefix(b"data: ") for line in answer.split(b"\n\n") if line.startswith(b"data: ")]
+        assert (first, events[-1]) == (b":", b"[DONE]")
+        assert json.loads(events[0])["choices"][0]["delta"]["content"] == "late"
+    else:
+        assert first == b" "
+        assert json.loads(answer)["choices"][0]["message"]["content"] == "late"
+
+
+def test_a_refusal_that_comes_late_is_no_answer() -> None:
+    with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+        asked(stream=False, with_answer=Refusal("it is over"))
+
+
+def asked(*, stream: bool, with_answer: Part | Refusal) -> tuple[bytes, bytes]:
+    """Return an answer that is told after its first byte, and that byte."""
+    taken: queue.Queue[ChatCall] = queue.Queue()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SILENT_S", 0.1)
+        endpoint = Endpoint()
+        headers = {"Authorization": f"Bearer {endpoint.open(taken.put)}"}
+        client = http.client.HTTPConnection(endpoint.base_url.split("/")[2], timeout=60)
+        client.request("POST", "/v1/chat/completions", json.dumps({"messages": [], "stream": stream}), headers)
+        response = client.getresponse()
+        first = response.read(1)
+        taken.get(timeout=60).tell(with_answer)
+        try:
+            return first + response.read(), first
+        finally:
+            client.close()
+            endpoint.close()
