@@ -82,11 +82,8 @@ class DataConfig:
     def mixed_sources(self) -> list[SourceConfig]:
         return [self._source(name, size=self._size, seed=0) for name in self.mix]
 
-    def eval_source(self, problems: int) -> SourceConfig:
-        """Return the first set's source with so many held-out problems, or all of its file."""
-        return self.eval_sources(problems)["eval"]
-
     def eval_sources(self, problems: int) -> dict[str, SourceConfig]:
+        """Return every set's source with so many held-out problems, or all of its file; the first is named eval."""
         names = self.eval or (self.train,)
         keys = ["eval", *map(set_name, names[1:])]
         return {key: self._source(name, size=problems, seed=EVAL_SEED) for key, name in zip(keys, names, strict=True)}
