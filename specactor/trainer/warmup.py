@@ -5,7 +5,6 @@ or not at all.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from specactor.config.train import linear_decay
 from specactor.data.dataset import Dataset
 from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError
+from specactor.hooks import hook
 from specactor.parallel.collective import Collective, control_group
 from specactor.parallel.layout import Layout
 from specactor.progress import Progress
@@ -192,14 +192,7 @@ def _distil(
 
 def find_solver(path: str) -> Solver:
     """Return the function at ``module:function``. Raises ConfigError when there is none."""
-    module, _, name = path.partition(":")
-    try:
-        found: Solver = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError.at(
-            "warmup.solver", path, "the import path module:function of a function", f"It failed with: {error}."
-        ) from error
-    return found
+    return hook("warmup.solver", path)
 
 
 def solved_batch(
