@@ -90,7 +90,7 @@ def write(
         model_files.save(trainer.critic.chunks, trainer.critic.optimizer, folder / _CRITIC)
     beside(folder)
     _on_all(collective, failed, lambda: _save_rng(folder, trainer.device))
-    files = _on_all(collective, failed, lambda: _digests(folder, fsync=True))
+    files = _on_all(collective, failed, lambda: _digests(folder))
     digests = {name: digest for part in collective.gather(files, dict[str, str]) for name, digest in part.items()}
 
     def commit() -> Path:
@@ -237,12 +237,12 @@ def _share(names: list[str]) -> list[str]:
     return sorted(names)[dist.get_rank() :: dist.get_world_size()]
 
 
-def _digests(folder: Path, *, fsync: bool = False) -> dict[str, str]:
+def _digests(folder: Path) -> dict[str, str]:
+    """Return the digests of this rank's share of the files, which are then on the disk."""
     names = _share([file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()])
-    if fsync:
-        for name in names:
-            _fsync(folder / name)
-            _fsync((folder / name).parent)
+    for name in names:
+        _fsync(folder / name)
+        _fsync((folder / name).parent)
     return {name: _digest(folder / name) for name in names}
 
 
