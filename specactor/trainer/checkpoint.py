@@ -12,7 +12,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -133,9 +134,15 @@ def load(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
 
 
 def _on_all(collective: Collective, what: str, work: Callable[[], Any]) -> Any:
-    """Where the work fails on one rank, raise CheckpointError on all."""
-    try:
+    with failing_on_all(what):
         return collective.together("checkpoint", work)
+
+
+@contextmanager
+def failing_on_all(what: str) -> Iterator[None]:
+    """Raise CheckpointError on all ranks where the disk of one fails in `Collective.together`."""
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{what}: {error}. Free disk space, or use another folder.") from error
     except PeerFailedError as error:
