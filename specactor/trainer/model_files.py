@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -228,14 +227,7 @@ def _tried(write: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def export_hf(
-    weights: Iterable[tuple[str, Tensor]],
-    target: Path,
-    *,
-    source: Path,
-    dtype: str,
-    device: torch.device,
-) -> None:
+def export_hf(weights: Iterable[tuple[str, Tensor]], target: Path, *, source: Path, dtype: str) -> None:
     """Write `weights`, which every rank iterates, on rank 0, and all else from `source`. Collective; raises
     CheckpointError."""
     writer, error = None, None
@@ -246,9 +238,7 @@ def export_hf(
             _, error = _tried(partial(writer.add, name, tensor))
     if writer is not None and error is None:
         _, error = _tried(partial(writer.finish, source, dtype))
-    failed = torch.tensor([int(error is not None)], device=device)
-    dist.all_reduce(failed)
-    if failed.item():
+    if Collective().any(error is not None):
         if writer is not None:
             writer.discard()
         raise CheckpointError(

@@ -174,7 +174,7 @@ class PolicyTrainer(ModelTrainer):
     def export_hf(self, target: Path) -> None:
         """Write a Hugging Face folder; see `model_files.export_hf`."""
         source, dtype = self.policy.source_dir, self.config.model.dtype
-        export_hf(self.named_weights(), target, source=source, dtype=dtype, device=self.device)
+        export_hf(self.named_weights(), target, source=source, dtype=dtype)
 
     def take_reference(self) -> None:
         """Make the present weights the KL penalty's reference."""
