@@ -148,7 +148,6 @@ def load(chunks: list[Any], optimizer: Any, folder: Path) -> None:
 
 MAX_FILE_BYTES = 4 * 2**30
 """A safetensors file is closed when the next tensor would exceed this."""
-_LEFT_BEHIND_S = 86_400.0  # since a file was last added to a folder that nobody will finish
 
 T = TypeVar("T")
 _WRITE_ERRORS = (OSError, SafetensorError, ValueError)
@@ -169,7 +168,7 @@ class FolderWriter:
         self._pending_bytes = self._total_bytes = 0
         for left in target.parent.glob(f"{target.name}.tmp-*"):
             with suppress(OSError):
-                if time.time() - left.stat().st_mtime > _LEFT_BEHIND_S:
+                if time.time() - left.stat().st_mtime > 86_400.0:  # nothing was added for a day: nobody will finish it
                     shutil.rmtree(left, ignore_errors=True)
         self._folder.mkdir(parents=True)
 
