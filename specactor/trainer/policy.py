@@ -114,8 +114,7 @@ class PolicyTrainer(ModelTrainer):
         self, sequences: Sequence[TrainSequence], *, learning_rate: float, recorder: Recorder | None = None
     ) -> TrainStats:
         """Learn from one RL step, in ``train.updates_per_step`` updates. Collective: all ranks pass all sequences, one
-        the tokens. Raises DataError for a sequence without prompt or an update without response tokens,
-        TrainingDiverged."""
+        the tokens. Raises DataError for an update without response tokens, TrainingDiverged."""
         objective: Objective = self._objective if recorder is None else recorder.around(self._objective)
         if self._replay is not None:
             self._replay.check(sequences)
