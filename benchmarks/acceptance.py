@@ -181,7 +181,7 @@ def measure(target: Task, draft: Task, group_size: int) -> tuple[list[tuple[str,
     began = time.monotonic()
     models, config = task_models(target), task_recipe(target)
     draft_dir = task_models(draft).draft
-    source = config.data.eval_source(PROBLEMS)
+    source = config.data.eval_sources(PROBLEMS)["eval"]
     problems = build_dataset(source, load_tokenizer(models.target), max_prompt_tokens=256)
     requests = requests_of(config, problems, group_size=group_size)
     done, counts = sampled(models.target, draft_dir, config, requests)

@@ -30,7 +30,7 @@ def rising(steps: int) -> list[int]:
 def write_problems(file: Path, largest: Sequence[int], *, seed: int = 0) -> Path:
     """As many steps as numbers are given, in their order; none of those that are held out."""
     chance, usual = random.Random(seed), quickstart.plain()
-    held_out = numbers(usual.data.eval_source(usual.eval.problems))
+    held_out = numbers(usual.data.eval_sources(usual.eval.problems)["eval"])
     with file.open("w") as out:
         for most in largest:
             allowed = [number for number in range(1, most + 1) if number not in held_out]

@@ -96,8 +96,7 @@ RANK_CALLS[RANDOMISE] = randomise
 def write(shape: Shape, folder: Path) -> None:
     """Write the configuration of the policy, and draft model and head with random weights."""
     from specactor.data.tokenizer import make_char_tokenizer
-    from specactor.trainer.drafter.head import Eagle3Start, make_head
-    from specactor.trainer.drafter.init import the_transformers
+    from specactor.trainer.drafter.head import Eagle3Start, make_head, the_transformers
 
     transformers = the_transformers()
 

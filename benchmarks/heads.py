@@ -152,7 +152,7 @@ def main() -> None:
     target, config = options.target or task_target("A"), task_recipe("A")
     tokenizer = load_tokenizer(target)
     problems = build_dataset(config.data.train_source, tokenizer, max_prompt_tokens=256)
-    unseen = build_dataset(config.data.eval_source(HELD_OUT), tokenizer, max_prompt_tokens=256)
+    unseen = build_dataset(config.data.eval_sources(HELD_OUT)["eval"], tokenizer, max_prompt_tokens=256)
     held_out = requests_of(config, unseen, group_size=GROUP_SIZE)
     with tempfile.TemporaryDirectory(prefix="heads-") as temporary, ExitStack() as engines:
         folder = Path(temporary)

@@ -31,7 +31,7 @@ def main() -> None:
     start = initial_model(config, collective)
     tokenizer = load_tokenizer(start)
     room = longest_prompt(config, shape.max_position)
-    held_out = build_dataset(config.data.eval_source(config.eval.problems), tokenizer, max_prompt_tokens=room)
+    held_out = build_dataset(config.data.eval_sources(config.eval.problems)["eval"], tokenizer, max_prompt_tokens=room)
     problems = build_dataset(config.data.train_source, tokenizer, max_prompt_tokens=room).without(held_out)
     progress = Progress(1, quiet=True)
     folder = warmed_up_model(config, layout, start, problems, tokenizer, collective, progress)

@@ -75,7 +75,7 @@ def engine_loads(engine: Engine, model_dir: Path, repetitions: int) -> dict[str,
     seconds: dict[str, list[float]] = {"tensor_load_s": [], "disk_load_s": []}
     for _ in range(repetitions):
         replies = engine.rank_call(
-            "specactor.weights_sync.digest:seconds_to_load", str(model_dir).encode(), timeout_s=300
+            "benchmarks.weights_sync_loads:seconds_to_load", str(model_dir).encode(), timeout_s=300
         )
         pairs = [msgspec.json.decode(reply, type=tuple[float, float]) for reply in replies]
         seconds["tensor_load_s"].append(max(memory for memory, _ in pairs))

@@ -100,10 +100,6 @@ class HostCopies:
                 put(self._hosts[key].to(device, non_blocking=True))
         torch.cuda.synchronize()  # until then nobody may write the copies
 
-    def held(self, owner: Any, name: str) -> Tensor | None:
-        """Return a parameter's weight or optimizer state as last moved."""
-        return self._hosts.get((id(owner), name))
-
 
 def _tensors(
     optimizers: Sequence[Any], modules: Sequence[torch.nn.Module]

@@ -38,6 +38,7 @@ ARGUMENTS = {
     "algorithm.advantage": "rewards",
     "algorithm.loss": "logprobs_T, old_logprobs_T, advantages_T",
     "algorithm.dynamic_sampling": "group",
+    "warmup.solver": "problem, rng, stage",
 }
 
 

@@ -412,21 +412,13 @@ def _unknown_key(token: str, config: Config) -> str:
 
 
 def nearest_keys(key: str, config: Config) -> list[str]:
-    """Return at most two fields of `config` that `key` may stand for, the best first."""
-    wrong_section, _, wrong_leaf = key.rpartition(".")
-    if wrong_leaf in USUAL_NAMES:
-        return [USUAL_NAMES[wrong_leaf]]
-
-    def likeness(name: str) -> float:
-        section, _, leaf = name.rpartition(".")
-        same = difflib.SequenceMatcher(None, wrong_leaf, leaf).ratio()
-        if leaf in wrong_leaf or (len(wrong_leaf) > 2 and wrong_leaf in leaf):
-            same = max(same, 0.9)
-        return same + (0.3 * difflib.SequenceMatcher(None, wrong_section, section).ratio() if wrong_section else 0)
-
-    ranked = sorted(_keys(config), key=likeness, reverse=True)
-    best = likeness(ranked[0])
-    return [name for name in ranked[:2] if likeness(name) >= max(0.75, best - 0.05)]
+    """Return at most two fields of `config` that `key` may stand for."""
+    last, known = key.rpartition(".")[2], _keys(config)
+    if last in USUAL_NAMES:
+        return [USUAL_NAMES[last]]
+    parts = [name.rpartition(".")[2] for name in known]
+    near = difflib.get_close_matches(last, parts, n=1)
+    return [name for name, part in zip(known, parts, strict=True) if part in near][:2]
 
 
 def _keys(tree: DataclassInstance, prefix: str = "") -> list[str]:

@@ -28,7 +28,6 @@ from specactor.errors import DataError
 from specactor.metrics import Value, read_metrics
 
 ENDS = 5  # steps that are averaged at each end of the rewards
-MARKED = 20  # most points of a curve that also get a mark each; a single point would be invisible without
 START = ("data", "warm-up", "engines")  # phases before the steps, at a start or resume
 # Phases of an RL step in their order, with their colours.
 PHASES = dict(
@@ -317,7 +316,7 @@ def _curves(curves: Sequence[Curve], *, unit: float = 1, bottom: float | None = 
         for label, metric, colour, style in curves:
             if run.finite(metric):
                 steps, values = zip(*run.points(metric).items(), strict=True)
-                mark = "." if len(steps) <= MARKED and style != "o" else ""
+                mark = "." if len(steps) <= 20 and style != "o" else ""  # a single point would be invisible without
                 axes.plot(steps, [value / unit for value in values], mark + style, color=colour, lw=1.4, label=label)
         axes.set_ylim(bottom, top)
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-CAPACITY = 100_000  # spans that a recorder keeps
 Detail = int | float | str
 _ROUNDS = "rounds"  # the lane of an engine rank
 
@@ -25,7 +24,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Recorder:
-    def __init__(self, *, on: bool = False, capacity: int = CAPACITY) -> None:
+    def __init__(self, *, on: bool = False, capacity: int = 100_000) -> None:
         self.on = on
         self._spans: deque[Span] = deque(maxlen=capacity)
 

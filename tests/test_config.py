@@ -336,10 +336,13 @@ WRONG: list[tuple[str, str]] = [
         "--data.params size=0",
         "data.params.size: got 0, expected 1..10000000. Problems beyond these are held out.",
     ),
-    (
-        "--data.prompt-template Q:",
-        "data.prompt_template: got 'Q:', expected a text with {prompt}, or the {name} of a task's metadata or of a "
-        "column. Put {prompt} where the problem's text belongs, and write {{ and }} for braces.",
+    *(
+        (
+            f"--data.prompt-template {template}",
+            f"data.prompt_template: got '{template}', expected a text with {{prompt}}, or the {{name}} of a task's "
+            "metadata or of a column. Put {prompt} where the problem's text belongs, and write {{ and }} for braces.",
+        )
+        for template in ("Q:", "{prompt", "{prompt.__class__}")
     ),
     (
         "--eval.problems 10000001",

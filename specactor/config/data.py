@@ -21,6 +21,8 @@ NOT_DOWNLOADED = "Nothing is downloaded: save it with the save_to_disk of datase
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
+    """Where problems of one set come from: a task, or a path."""
+
     task: str = ""
     """Name of a reasoning-gym task, for example count_bits."""
     params: dict[str, str | int | float | bool] = field(default_factory=dict)
@@ -33,16 +35,6 @@ class SourceConfig:
     seed: int = 0
     """Of the task's generator."""
     prompt_template: str = "{prompt}"
-
-    def __post_init__(self) -> None:
-        rule = rules_of(self, "source")
-        rule(
-            "task",
-            bool(self.task) != bool(self.path),
-            "exactly one of task and path",
-            "Name a reasoning-gym task, or give a .jsonl or .parquet file.",
-        )
-        _check_template(self.prompt_template)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +74,8 @@ class DataConfig:
     def mixed_sources(self) -> list[SourceConfig]:
         return [self._source(name, size=self._size, seed=0) for name in self.mix]
 
-    def eval_source(self, problems: int) -> SourceConfig:
-        """Return the first set's source with so many held-out problems, or all of its file."""
-        return self.eval_sources(problems)["eval"]
-
     def eval_sources(self, problems: int) -> dict[str, SourceConfig]:
+        """Return every set's source with so many held-out problems, or all of its file; the first is named eval."""
         names = self.eval or (self.train,)
         keys = ["eval", *map(set_name, names[1:])]
         return {key: self._source(name, size=problems, seed=EVAL_SEED) for key, name in zip(keys, names, strict=True)}
@@ -128,17 +117,12 @@ class DataConfig:
                 name not in (self.train, *self.eval), "data.mix", name, "other sets than train and eval", "Drop it."
             )
         assert self._size
-        _check_template(self.prompt_template)
-
-
-def _check_template(text: str) -> None:
-    require(
-        is_template(text),
-        "data.prompt_template",
-        text,
-        "a text with {prompt}, or the {name} of a task's metadata or of a column",
-        "Put {prompt} where the problem's text belongs, and write {{ and }} for braces.",
-    )
+        rule(
+            "prompt_template",
+            is_template(self.prompt_template),
+            "a text with {prompt}, or the {name} of a task's metadata or of a column",
+            "Put {prompt} where the problem's text belongs, and write {{ and }} for braces.",
+        )
 
 
 def set_name(source: str) -> str:

@@ -205,8 +205,7 @@ class Config:
         check_values(self)
         self._check_name_and_seed()
         self._check_groups()
-        self._check_optimizer()
-        self._check_rollout()
+        self._check_training()
         self._check_drafting()
         self._check_sizes()
 
@@ -261,16 +260,14 @@ class Config:
             "The same groups are kept whenever a step is run: none goes on in the next.",
         )
 
-    def _check_optimizer(self) -> None:
-        rules_of(self)(
+    def _check_training(self) -> None:
+        rule = rules_of(self)
+        rule(
             "train.optimizer_state",
             self.train.optimizer_state == "float32" or self.model.dtype == "bfloat16",
             f"float32 with model.dtype = {self.model.dtype}",
             "In float32 the main weights are the model's own, which neither round nor leave the device.",
         )
-
-    def _check_rollout(self) -> None:
-        rule = rules_of(self)
         rule(
             "algorithm.correction.level",
             not self.rollout.partial or self.algorithm.correction.level != "off",

@@ -17,12 +17,6 @@ from torch import Tensor
 from torch.nn import functional
 
 MIN_ROWS = 4  # a matrix product with fewer rows takes other kernels (dot products), which round differently
-TRIED_ROWS = 64  # as many products are looked at for others that do so
-TRIED_COLUMNS = 256
-KEY_BLOCK = 16  # numbers of keys are rounded up to a multiple of this
-LONG_KEY_BLOCK = 512  # the same where sums are split: as many as PyTorch's kernel attends to at once
-SHORT_KEYS = 128  # so few are one sum in every product; more than 192 were split in halves (AVX-512, MKL)
-KEYS_OF_FEW = 256  # so few in products of two or three queries
 KEYS_AT_ONCE = 4096
 """Keys that are gathered together. More leave the cache, and their memory is allocated anew at every layer: 576 rows of
 64 keys took 16.5 ms in one piece and 3.2 ms in pieces."""
@@ -84,17 +78,14 @@ def _gumbel(words: _Words) -> Tensor:
     return x.log_().clamp_(min=torch.finfo(torch.float64).min, max=-(2.0**-32)).neg_().log_().neg_()
 
 
-def round_up(count: int, block: int) -> int:
-    """Return the smallest multiple of `block` that is >= count."""
-    return (count + block - 1) // block * block
-
-
 def padded_keys(longest: int, queries: int) -> int:
     """Return a number of keys >= `longest` with which a shorter request has its own bits."""
     # Products of two or more rows split a long sum at a place that depends on the number of keys, padding included.
-    # Keys in whole blocks are summed one block after the other.
-    one_sum = KEYS_OF_FEW if queries < MIN_ROWS else SHORT_KEYS
-    return round_up(longest, KEY_BLOCK if queries == 1 or longest <= one_sum else LONG_KEY_BLOCK)
+    # So few keys are one sum in every product; more than 192 were split in halves (AVX-512, MKL).
+    one_sum = 256 if queries < MIN_ROWS else 128
+    # Keys in whole blocks are summed one block after the other: 512 is what PyTorch's kernel attends to at once.
+    block = 16 if queries == 1 or longest <= one_sum else 512
+    return -(-longest // block) * block
 
 
 def key_slots(
@@ -187,13 +178,13 @@ def min_rows(weight: Tensor) -> int:
 def _fewest_rows(out: int, width: int, dtype: torch.dtype) -> int:
     # Found by trying: MKL's kernels for few rows depend on the width and the processor (4 rows on AMD's, up to 16 on
     # Intel's with AVX-512).
-    dice = torch.Generator().manual_seed(0)
-    x = torch.randn(TRIED_ROWS, width, generator=dice).to(dtype)
-    weight = torch.randn(min(out, TRIED_COLUMNS), width, generator=dice).to(dtype)
+    dice, tried = torch.Generator().manual_seed(0), 64
+    x = torch.randn(tried, width, generator=dice).to(dtype)
+    weight = torch.randn(min(out, 256), width, generator=dice).to(dtype)
     whole = functional.linear(x, weight)
-    for rows in range(TRIED_ROWS - 1, MIN_ROWS - 1, -1):
+    for rows in range(tried - 1, MIN_ROWS - 1, -1):
         if not torch.equal(functional.linear(x[:rows], weight), whole[:rows]):
-            if rows > TRIED_ROWS // 2:
+            if rows > tried // 2:
                 warnings.warn(f"{dtype}: rows of a product have other bits in other batches on this CPU", stacklevel=2)
             return rows + 1
     return MIN_ROWS

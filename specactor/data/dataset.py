@@ -32,7 +32,6 @@ from specactor.types import DrawnProblem, Problem
 
 COLUMNS = ("prompt", "answer", "verifier")
 MAX_LISTED = 5  # bad rows that one error lists; all are counted
-TOKENIZED_TOGETHER = 1024
 _NO_ROWS = "{}: got no rows, expected at least one. Check the path."
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow: a file without it was cut, maybe between two batches
 
@@ -87,7 +86,7 @@ def build_dataset(source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, m
     problems: list[Problem] = []
     bad: list[str] = []
     num_bad = 0
-    while together := list(islice(rows, TOKENIZED_TOGETHER)):
+    while together := list(islice(rows, 1024)):  # tokenized in one call
         for row, ids in zip(together, _tokenize(together, tokenizer), strict=True):
             problem = _problem(len(problems) + num_bad, row, ids)
             reason = row.reason or _objection(problem, tokenizer, max_prompt_tokens)

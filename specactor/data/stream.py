@@ -56,7 +56,7 @@ class PromptStream:
         }
 
     def restore(self, state: object) -> None:
-        """Go on from a `state`. Raises CheckpointError for one of another data set or seed, and a damaged one."""
+        """Go on from a `state`. Raises CheckpointError for one of another data set, seed or order."""
         keys = ("dataset_len", "seed", "shuffle", "epoch", "position")
         if not isinstance(state, Mapping) or any(type(state.get(key)) is not int for key in keys):
             raise CheckpointError(
@@ -72,11 +72,6 @@ class PromptStream:
                 raise CheckpointError(
                     f"data position: {key}: got {state[key]}, expected {own} as in this run. {remedy}"
                 )
-        if state["epoch"] < 0 or not 0 <= state["position"] <= self.dataset_len:
-            raise CheckpointError(
-                f"data position: got epoch {state['epoch']}, position {state['position']}, expected epoch >= 0 and "
-                f"position 0..{self.dataset_len}. Resume from another checkpoint."
-            )
         self._move(epoch=state["epoch"], position=state["position"])
 
     def _move(self, *, epoch: int, position: int) -> None:

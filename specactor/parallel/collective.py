@@ -33,7 +33,6 @@ T = TypeVar("T")
 
 HEARTBEAT_S = 5.0  # a rank that is busy in `Collective.together` joins an exchange at least this often
 SEE_S = 90.0  # longest wait for what another host has made: NFS keeps what it saw of a folder for up to a minute
-_SEE_EVERY_S = 0.5
 
 _MESSAGE_BYTES = 2**24  # each message is waited for with the group's bound
 _RUNNING, _DONE, _FAILED = 0, 1, 2
@@ -249,7 +248,7 @@ def _see(path: Path, rank: int) -> None:
                 "what rank 0 sees there",
                 "All hosts need the same file system at that path.",
             )
-        time.sleep(_SEE_EVERY_S)
+        time.sleep(0.5)
         with suppress(OSError), os.scandir(path.parent):  # opened, it is asked for anew, and with it what is not there
             pass
 

@@ -26,7 +26,7 @@ def group_advantages(rewards_by_group: Sequence[Sequence[float]], kind: Advantag
     - rloo: r - mean of the *other* rewards = n/(n-1) (r - m), arXiv 2402.14740.
     - reinforce_pp: (r - m) / (std of r - m over the step + eps), arXiv 2501.03262 with a group baseline.
 
-    Raises DataError for a group of one, or a reward that is not finite.
+    Raises DataError for a group of one.
     """
     for g, rewards in enumerate(rewards_by_group):
         _check_group(g, rewards)
@@ -65,11 +65,6 @@ def _check_group(index: int, rewards: Sequence[float]) -> None:
             f"group {index}: got {len(rewards)} responses, expected >= 2. "
             "Advantages compare the responses of a group: raise rollout.group_size, or leave the group out."
         )
-    for i, r in enumerate(rewards):
-        if not math.isfinite(r):
-            raise DataError(
-                f"group {index}, response {i}: got reward {r}, expected a finite number. Correct its verifier."
-            )
 
 
 def _centred(rewards: Sequence[float]) -> list[float]:

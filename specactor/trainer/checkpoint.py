@@ -12,7 +12,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -90,7 +91,7 @@ def write(
         model_files.save(trainer.critic.chunks, trainer.critic.optimizer, folder / _CRITIC)
     beside(folder)
     _on_all(collective, failed, lambda: _save_rng(folder, trainer.device))
-    files = _on_all(collective, failed, lambda: _digests(folder, fsync=True))
+    files = _on_all(collective, failed, lambda: _digests(folder))
     digests = {name: digest for part in collective.gather(files, dict[str, str]) for name, digest in part.items()}
 
     def commit() -> Path:
@@ -133,9 +134,15 @@ def load(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
 
 
 def _on_all(collective: Collective, what: str, work: Callable[[], Any]) -> Any:
-    """Where the work fails on one rank, raise CheckpointError on all."""
-    try:
+    with failing_on_all(what):
         return collective.together("checkpoint", work)
+
+
+@contextmanager
+def failing_on_all(what: str) -> Iterator[None]:
+    """Raise CheckpointError on all ranks where the disk of one fails in `Collective.together`."""
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{what}: {error}. Free disk space, or use another folder.") from error
     except PeerFailedError as error:
@@ -237,12 +244,12 @@ def _share(names: list[str]) -> list[str]:
     return sorted(names)[dist.get_rank() :: dist.get_world_size()]
 
 
-def _digests(folder: Path, *, fsync: bool = False) -> dict[str, str]:
+def _digests(folder: Path) -> dict[str, str]:
+    """Return the digests of this rank's share of the files, which are then on the disk."""
     names = _share([file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()])
-    if fsync:
-        for name in names:
-            _fsync(folder / name)
-            _fsync((folder / name).parent)
+    for name in names:
+        _fsync(folder / name)
+        _fsync((folder / name).parent)
     return {name: _digest(folder / name) for name in names}
 
 

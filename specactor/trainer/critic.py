@@ -24,14 +24,12 @@ from specactor.types import TrainSequence
 
 @dataclass(frozen=True, kw_only=True)
 class CriticStats:
+    """Metrics of one step, named as in `specactor.metrics`."""
+
     loss: float
-    """Mean over the step's updates."""
     grad_norm: float
-    """Global, before clipping; mean over the step's updates."""
     explained_variance: float
-    """Share of the returns' variance that the values before the step explain; 1 at best."""
     clip_fraction: float
-    """Share of response tokens whose value had moved as far as it may."""
 
 
 class Critic(ModelTrainer):

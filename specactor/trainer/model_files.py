@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -149,7 +148,6 @@ def load(chunks: list[Any], optimizer: Any, folder: Path) -> None:
 
 MAX_FILE_BYTES = 4 * 2**30
 """A safetensors file is closed when the next tensor would exceed this."""
-_LEFT_BEHIND_S = 86_400.0  # since a file was last added to a folder that nobody will finish
 
 T = TypeVar("T")
 _WRITE_ERRORS = (OSError, SafetensorError, ValueError)
@@ -170,7 +168,7 @@ class FolderWriter:
         self._pending_bytes = self._total_bytes = 0
         for left in target.parent.glob(f"{target.name}.tmp-*"):
             with suppress(OSError):
-                if time.time() - left.stat().st_mtime > _LEFT_BEHIND_S:
+                if time.time() - left.stat().st_mtime > 86_400.0:  # nothing was added for a day: nobody will finish it
                     shutil.rmtree(left, ignore_errors=True)
         self._folder.mkdir(parents=True)
 
@@ -228,14 +226,7 @@ def _tried(write: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def export_hf(
-    weights: Iterable[tuple[str, Tensor]],
-    target: Path,
-    *,
-    source: Path,
-    dtype: str,
-    device: torch.device,
-) -> None:
+def export_hf(weights: Iterable[tuple[str, Tensor]], target: Path, *, source: Path, dtype: str) -> None:
     """Write `weights`, which every rank iterates, on rank 0, and all else from `source`. Collective; raises
     CheckpointError."""
     writer, error = None, None
@@ -246,9 +237,7 @@ def export_hf(
             _, error = _tried(partial(writer.add, name, tensor))
     if writer is not None and error is None:
         _, error = _tried(partial(writer.finish, source, dtype))
-    failed = torch.tensor([int(error is not None)], device=device)
-    dist.all_reduce(failed)
-    if failed.item():
+    if Collective().any(error is not None):
         if writer is not None:
             writer.discard()
         raise CheckpointError(

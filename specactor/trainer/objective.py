@@ -21,8 +21,6 @@ from specactor.trainer.logprobs import vocab_parallel_logprobs, vocab_parallel_t
 from specactor.trainer.losses import LossKind, correction_weights_T, kl_T, policy_loss_T
 from specactor.trainer.microbatch import MicroBatch
 
-CANDIDATES = 16  # likeliest tokens, among which is nearly always the one that the noise picks
-ROWS_AT_ONCE = 1024  # of logits that are copied for it
 SLACK = {"float32": 1e-3, "bfloat16": 2.0}
 """Nats by which another token must score more than the sampled one: engine and trainer round differently."""
 
@@ -91,12 +89,13 @@ def compare_with_noise(
     sampled."""
     seeded_S = (seeds_R >= 0).nonzero()[:, 0]
     apart = [torch.zeros(0, dtype=torch.float64)]
-    for part_C in torch.split(seeded_S, ROWS_AT_ONCE):
+    for part_C in torch.split(seeded_S, 1024):  # rows of logits are copied
         here_C = part_C.to(logits_1TV.device)
         rows_C, targets_C = batch.rows_R[here_C], batch.targets_R[here_C]
         logits_CV = logits_1TV[0].index_select(0, rows_C)
         own_C, _ = vocab_parallel_logprobs(logits_CV, targets_C, temperature=temperature, group=group)
-        ids_CK, logprobs_CK = vocab_parallel_top_k(logits_CV, CANDIDATES, temperature=temperature, group=group)
+        # Among the likeliest 16 is nearly always the one that the noise picks.
+        ids_CK, logprobs_CK = vocab_parallel_top_k(logits_CV, 16, temperature=temperature, group=group)
         # SGLang's key is the position of the token that the pass was given, and so that of the row.
         positions_C = batch.positions_1T[0, rows_C].cpu()
         noise_CK = noise_of(seeds_R[part_C], positions_C, torch.cat([targets_C[:, None], ids_CK], dim=1).cpu())

@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Sequence
 from itertools import pairwise
 
-from specactor.errors import ConfigError, DataError
+from specactor.errors import ConfigError
 from specactor.types import TrainSequence
 
 
@@ -31,7 +31,7 @@ def balance(lengths: Sequence[int], ranks: int, capacity: int, *, multiple_of: i
     each sequence as packed (`padded_len`), 1 or more.
 
     The longest sequence goes first, each into the emptiest micro-batch (Graham's LPT rule, SIAM J. Appl. Math. 17,
-    1969). Raises ConfigError for a sequence longer than a micro-batch, DataError for one without tokens.
+    1969). Raises ConfigError for a sequence longer than a micro-batch.
     """
     _check_lengths(lengths, capacity)
     per_rank = padded_len(max(1, -(-_fewest_bins(lengths, capacity) // ranks)), multiple_of)
@@ -42,8 +42,6 @@ def balance(lengths: Sequence[int], ranks: int, capacity: int, *, multiple_of: i
 
 def _check_lengths(lengths: Sequence[int], capacity: int) -> None:
     for i, length in enumerate(lengths):
-        if length < 1:
-            raise DataError(f"sequence {i}: got {length} tokens, expected >= 1. Leave empty sequences out.")
         if length > capacity:
             raise ConfigError.at(
                 "train.tokens_per_microbatch x parallel.context",
@@ -92,23 +90,11 @@ def _deal(bins: list[list[int]], lengths: Sequence[int], ranks: int) -> list[lis
 
 
 def checked(sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
-    """Return the argument. Raises DataError for a sequence without prompt, or parts of other lengths."""
-    for i, s in enumerate(sequences):
-        if not 1 <= s.prompt_len <= len(s.token_ids):
-            raise DataError(
-                f"sequence {i}: got a prompt of {s.prompt_len} in {len(s.token_ids)} tokens, expected 1 to all of "
-                "them. The first token of a sequence cannot be learned."
-            )
-        if s.rollout_logprobs and len(s.rollout_logprobs) != s.response_len:
-            raise DataError(
-                f"sequence {i}: got {len(s.rollout_logprobs)} rollout log-probabilities, expected one for each of its "
-                f"{s.response_len} response tokens. Leave them all out, or give every one."
-            )
-        if s.loss_mask and len(s.loss_mask) != s.response_len:
-            raise DataError(
-                f"sequence {i}: got a loss mask of {len(s.loss_mask)}, expected one entry for each of its "
-                f"{s.response_len} response tokens. Leave it out to learn from all."
-            )
+    """Return the argument, whose sequences have a prompt, and parts of one length."""
+    for s in sequences:
+        assert 1 <= s.prompt_len <= len(s.token_ids), "the first token of a sequence cannot be learned"
+        for values in (s.rollout_logprobs, s.loss_mask):
+            assert not values or len(values) == s.response_len, f"{len(values)} values of {s.response_len} tokens"
     return sequences
 
 

@@ -47,37 +47,24 @@ class TrainingDiverged(SpecActorError):  # noqa: N818
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStats:
+    """Of one step; `specactor.metrics` says what those mean that are logged. nan: there was nothing to compare."""
+
     loss: float
-    """Mean over the step's updates."""
     grad_norm: float
-    """Global, before clipping; mean over the step's updates."""
     entropy: float
-    """Mean per response token, nats, at the sampling temperature."""
     clip_fraction: float
-    """Share of response tokens whose gradient was clipped."""
     logprob_gap_max: float
     logprob_gap_mean: float
-    """|trainer - engine| of the sampled tokens before the step; nan without rollout log-probabilities."""
     logprob_gap_share: float
-    """Share of these tokens that are further apart than train.max_logprob_gap."""
     effective_share: float
-    """Effective sample size over tokens, (sum w)^2 / sum w^2 / tokens, of the correction's weights w; nan without
-    correction."""
     cut_fraction: float
-    """Share of tokens whose weight the correction's bounds changed; nan without correction."""
     kl: float
-    """Estimate of KL(policy || reference), mean per response token; 0 with algorithm.kl_coef 0."""
-    tokens: int
-    """Response tokens learned from."""
-    scored: int
-    """Tokens of the first update that were compared with what their noise picks."""
-    unpicked: int
-    """Those that it does not pick."""
+    tokens: int  # response tokens learned from
+    scored: int  # tokens of the first update that were compared with what their noise picks
+    unpicked: int  # those that it does not pick
     num_microbatches: int
-    """Per rank, in all updates of the step."""
     learning_rate: float
-    mtp_loss: float | None = None
-    """Cross entropy of the MTP layer, mean per response token that it learned from, nats; None without it."""
+    mtp_loss: float | None = None  # None without an MTP layer
     critic: CriticStats | None = None
 
     def numbers(self) -> dict[str, float]:
@@ -114,8 +101,7 @@ class PolicyTrainer(ModelTrainer):
         self, sequences: Sequence[TrainSequence], *, learning_rate: float, recorder: Recorder | None = None
     ) -> TrainStats:
         """Learn from one RL step, in ``train.updates_per_step`` updates. Collective: all ranks pass all sequences, one
-        the tokens. Raises DataError for a sequence without prompt or an update without response tokens,
-        TrainingDiverged."""
+        the tokens. Raises DataError for an update without response tokens, TrainingDiverged."""
         objective: Objective = self._objective if recorder is None else recorder.around(self._objective)
         if self._replay is not None:
             self._replay.check(sequences)
@@ -174,7 +160,7 @@ class PolicyTrainer(ModelTrainer):
     def export_hf(self, target: Path) -> None:
         """Write a Hugging Face folder; see `model_files.export_hf`."""
         source, dtype = self.policy.source_dir, self.config.model.dtype
-        export_hf(self.named_weights(), target, source=source, dtype=dtype, device=self.device)
+        export_hf(self.named_weights(), target, source=source, dtype=dtype)
 
     def take_reference(self) -> None:
         """Make the present weights the KL penalty's reference."""

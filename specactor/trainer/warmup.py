@@ -5,7 +5,6 @@ or not at all.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from specactor.config.train import linear_decay
 from specactor.data.dataset import Dataset
 from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError
+from specactor.hooks import hook
 from specactor.parallel.collective import Collective, control_group
 from specactor.parallel.layout import Layout
 from specactor.progress import Progress
@@ -44,10 +44,6 @@ DRAFT_BATCHES = 64
 """Of `BATCH_SIZE` worked solutions, for a draft model."""
 DRAFT_UPDATES, HEAD_UPDATES = 250, 320
 """Of a layer that begins with the policy's weights, and of a head: 40 s on two cores."""
-HEAD_LEARNING_RATE = 3e-3
-HEAD_TOP_K = 128  # of a tiny vocabulary all
-DRAFT_TOKENS = 2048
-"""Per update; docs/results/quickstart_speed.md measures the draft model."""
 DRAFT_LIMIT_S = 60.0
 """A slower machine gets a draft model that has learned less."""
 
@@ -127,12 +123,12 @@ def with_draft_model(
     wanted = rollout.speculation.first_draft_model
     if wanted not in {*MADE_BY_WARM_UP} & rollout.speculation.in_use:
         return config
-    if wanted == WARM_UP_HEAD:  # it learns from the policy's own probabilities
-        settings, updates = DraftTrainingConfig(learning_rate=HEAD_LEARNING_RATE, top_k=HEAD_TOP_K), HEAD_UPDATES
+    if wanted == WARM_UP_HEAD:  # it learns from the policy's own probabilities, of a tiny vocabulary all
+        settings, updates = DraftTrainingConfig(learning_rate=3e-3, top_k=128), HEAD_UPDATES
     else:  # these would take a pass over all examples, which lasts longer than learning from the samples
         settings = DraftTrainingConfig(learning_rate=config.distillation.learning_rate, top_k=0)
         updates = DRAFT_UPDATES
-    settings = replace(settings, tokens_per_update=DRAFT_TOKENS)
+    settings = replace(settings, tokens_per_update=2048)  # docs/results/quickstart_speed.md measures the draft model
     learning = (wanted, updates, DRAFT_BATCHES, asdict(settings), rollout.temperature, collective.world)
     folder = Path(config.output_dir, WARM_UPS) / f"draft-{_hash(_content(policy), config.seed, learning)}"
     if not _is_made(folder, collective):
@@ -192,14 +188,7 @@ def _distil(
 
 def find_solver(path: str) -> Solver:
     """Return the function at ``module:function``. Raises ConfigError when there is none."""
-    module, _, name = path.partition(":")
-    try:
-        found: Solver = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError.at(
-            "warmup.solver", path, "the import path module:function of a function", f"It failed with: {error}."
-        ) from error
-    return found
+    return hook("warmup.solver", path)
 
 
 def solved_batch(

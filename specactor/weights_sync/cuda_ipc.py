@@ -62,7 +62,8 @@ class Cuda:
     def generation(self, base: int) -> int:
         """Return a number that no other allocation of this process has had."""
         number = ctypes.c_ulonglong()
-        code = self._driver.cuPointerGetAttribute(ctypes.byref(number), BUFFER_ID, ctypes.c_void_p(base))
+        buffer_id = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+        code = self._driver.cuPointerGetAttribute(ctypes.byref(number), buffer_id, ctypes.c_void_p(base))
         if code:
             raise WeightSyncError(f"cuPointerGetAttribute: no allocation of this process begins at {base:#x} ({code})")
         return number.value
@@ -75,9 +76,9 @@ class Cuda:
 
     def open(self, handle: bytes, device: int) -> int:
         """Map another process's allocation."""
-        pointer = ctypes.c_void_p()
+        pointer, peer_access = ctypes.c_void_p(), 1  # cudaIpcMemLazyEnablePeerAccess, which CUDA wants to be given
         with self._current(device):
-            opened = ctypes.byref(pointer), _Handle.from_buffer_copy(handle), PEER_ACCESS
+            opened = ctypes.byref(pointer), _Handle.from_buffer_copy(handle), peer_access
             self._do("cudaIpcOpenMemHandle", APART, *opened, otherwise=NO_IPC)
         return pointer.value or 0
 
@@ -109,7 +110,8 @@ class Cuda:
         """`otherwise`: the way out of errors other than arguments that CUDA takes for invalid."""
         if code := getattr(self._runtime, name)(*arguments):
             self._runtime.cudaGetLastError()  # or PyTorch would find this error after its next kernel
-            way_out = way_out if code == INVALID_VALUE else otherwise or way_out
+            # cudaErrorInvalidValue, 1: so CUDA refuses a handle of what cudaMalloc did not make
+            way_out = way_out if code == 1 else otherwise or way_out
             raise WeightSyncError(f"{name}: {self._runtime.cudaGetErrorString(code).decode()} ({code}). {way_out}")
 
 
@@ -117,12 +119,6 @@ EXPANDABLE = "Take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF: only what
 APART = "Run trainer and engines in one container"
 NO_IPC = "CUDA's IPC is not available here"
 SEEN = "Look at CUDA_VISIBLE_DEVICES"
-INVALID_VALUE = 1
-"""cudaErrorInvalidValue: so CUDA refuses a handle of what cudaMalloc did not make."""
-BUFFER_ID = 7
-"""CU_POINTER_ATTRIBUTE_BUFFER_ID."""
-PEER_ACCESS = 1
-"""cudaIpcMemLazyEnablePeerAccess, which CUDA wants to be given."""
 
 
 @cache

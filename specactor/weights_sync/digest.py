@@ -1,27 +1,15 @@
-"""Digests of tensors: a flipped bit anywhere changes them.
-
-The last functions are rank calls by path: ``specactor.weights_sync.digest:digests``.
-"""
+"""Digests of tensors: a flipped bit anywhere changes them."""
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from safetensors import safe_open
 
 from specactor.weights_sync.plan import PIECE_BYTES, Block, Span, cut
-
-if TYPE_CHECKING:
-    from specactor.weights_sync.receiver import EngineRank
 
 _PIECE_BYTES = 256 * 2**10  # fits a core's second-level cache
 
@@ -100,47 +88,3 @@ def _grid(memory: Memory, at: int, step: int, span: Span) -> Memory:
 
 def _dense(grid: Memory) -> memoryview:
     return np.ascontiguousarray(grid).data
-
-
-def digests(rank: EngineRank, payload: bytes) -> bytes:
-    """Return SHA-256 of every parameter, by SGLang's name, as JSON."""
-    return msgspec.json.encode({name: _sha256(tensor) for name, tensor in rank.model.named_parameters()})
-
-
-def digests_of_folder(rank: EngineRank, payload: bytes) -> bytes:
-    """Return digests after SGLang's load of a Hugging Face folder (`payload`), which stays loaded; NaN is what
-    it omits."""
-    rank.begin_weight_update()
-    with torch.no_grad():
-        for parameter in rank.model.parameters():
-            parameter.fill_(torch.nan)
-        rank.model.load_weights(_tensors(Path(payload.decode())))  # type: ignore[operator]
-    rank.end_weight_update()
-    return digests(rank, b"")
-
-
-def seconds_to_load(rank: EngineRank, payload: bytes) -> bytes:
-    """Return SGLang's seconds to load a folder (from tensors in memory, from files), as JSON; it stays loaded."""
-    folder = Path(payload.decode())
-    tensors = [(name, tensor.clone()) for name, tensor in _tensors(folder)]
-    seconds = []
-    rank.begin_weight_update()
-    with torch.no_grad():
-        for weights in (tensors, _tensors(folder)):
-            start = time.perf_counter()
-            rank.model.load_weights(weights)  # type: ignore[operator]
-            seconds.append(time.perf_counter() - start)
-    rank.end_weight_update()
-    return msgspec.json.encode(seconds)
-
-
-def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118  (not a dict)
-                yield name, weights.get_tensor(name)
-
-
-def _sha256(tensor: torch.Tensor) -> str:
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
-    return hashlib.sha256(data.numpy().data).hexdigest()

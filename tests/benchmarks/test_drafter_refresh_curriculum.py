@@ -23,7 +23,7 @@ def test_numbers_rise_and_then_stay() -> None:
 
 def test_every_step_has_its_problems(tmp_path: Path) -> None:
     usual = quickstart.plain()
-    each, held_out = usual.rollout.prompts_per_step, numbers(usual.data.eval_source(usual.eval.problems))
+    each, held_out = usual.rollout.prompts_per_step, numbers(usual.data.eval_sources(usual.eval.problems)["eval"])
     assert len(held_out) > 100
     largest = [40, FIRST, LAST]
     rows = [json.loads(line) for line in write_problems(tmp_path / "p.jsonl", largest).read_text().splitlines()]
@@ -41,5 +41,5 @@ def test_the_recipe_draws_in_order_and_does_not_warm_up(monkeypatch: pytest.Monk
     assert config.data.order == "source"
     assert config.model.path == str(tmp_path / "A")
     assert not config.warmup.solver
-    assert config.data.eval_source(9) == quickstart.plain().data.eval_source(9)
+    assert config.data.eval_sources(9)["eval"] == quickstart.plain().data.eval_sources(9)["eval"]
     assert config.data.train_source.path

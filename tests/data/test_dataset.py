@@ -465,18 +465,6 @@ def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: PreTrainedTokenize
             {"task": "count_bits", "params": {"max_n": "many"}},
             "data.params: got {'max_n': 'many'}, expected values that count_bits accepts.",
         ),
-        (
-            {"task": "count_bits", "prompt_template": "{prompt"},
-            "data.prompt_template: got '{prompt', expected a text with {prompt}",
-        ),
-        (
-            {"task": "count_bits", "prompt_template": "Go."},
-            "data.prompt_template: got 'Go.', expected a text with {prompt}",
-        ),
-        (
-            {"task": "count_bits", "prompt_template": "{prompt.__class__}"},
-            "data.prompt_template: got '{prompt.__class__}', expected a text with {prompt}",
-        ),
     ],
 )
 def test_a_task_that_cannot_be_built(tokenizer: PreTrainedTokenizerBase, source: dict[str, Any], message: str) -> None:

@@ -74,11 +74,6 @@ PINNED_ORDER = (9, 2, 5, 4, 6, 1, 3, 7, 8, 0, 8, 0, 3, 5, 4)
         ({"dataset_len": 9, "seed": 7, "shuffle": 1, "epoch": 0, "position": 0}, "dataset_len: got 9, expected 10"),
         ({"dataset_len": 10, "seed": 8, "shuffle": 1, "epoch": 0, "position": 0}, "seed: got 8, expected 7"),
         ({"dataset_len": 10, "seed": 7, "shuffle": 0, "epoch": 0, "position": 0}, "shuffle: got 0, expected 1"),
-        ({"dataset_len": 10, "seed": 7, "shuffle": 1, "epoch": -1, "position": 0}, "got epoch -1"),
-        (
-            {"dataset_len": 10, "seed": 7, "shuffle": 1, "epoch": 0, "position": 11},
-            r"expected epoch >= 0 and position 0\.\.",
-        ),
         ({"dataset_len": 10, "seed": 7, "shuffle": 1, "epoch": 0}, "expected integers dataset_len"),
         ({"dataset_len": 10, "seed": 7, "shuffle": 1, "epoch": 0, "position": 1.0}, "expected integers dataset_len"),
         ([1, 2], "expected integers dataset_len"),

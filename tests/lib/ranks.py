@@ -17,9 +17,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
-from specactor.config import TinyModelConfig
 from tests.ending import end_tree
 
 _FORKED = multiprocessing.get_context("forkserver")
@@ -102,12 +99,6 @@ def run_anew(commands: Sequence[tuple[object, ...]], *, limit_s: float = 240.0) 
         for process in started:
             process.kill()
             process.wait()
-
-
-def make_tiny(shape: TinyModelConfig, folder: Path) -> None:
-    """As `make_tiny_model`, in a process that has imported what it needs."""
-    folder.mkdir()
-    run_alone("specactor.data.tiny_model", msgspec.json.encode(shape).decode(), 0, folder)
 
 
 def _launch(world: int, command: tuple[str, ...], log: Path, environment: Mapping[str, str]) -> None:

@@ -24,7 +24,7 @@ from specactor import run  # noqa: E402
 from specactor.errors import ConfigError  # noqa: E402
 from specactor.parallel.collective import destroy_groups  # noqa: E402
 from specactor.trainer import checkpoint, model  # noqa: E402
-from specactor.trainer.drafter.init import the_transformers  # noqa: E402
+from specactor.trainer.drafter.head import the_transformers  # noqa: E402
 from tests.trainer import layout_script as layouts  # noqa: E402
 from tests.trainer import policy_cases as cases  # noqa: E402
 from tests.trainer.shards_script import wrong_plans  # noqa: E402

@@ -148,8 +148,6 @@ def test_equal_rewards_give_exact_zeros(kind: AdvantageKind) -> None:
 def test_unusable_groups_are_named(kind: AdvantageKind) -> None:
     with pytest.raises(DataError, match="group 1: got 1 responses, expected >= 2"):
         group_advantages([[1.0, 0.0], [1.0]], kind)
-    with pytest.raises(DataError, match="group 0, response 1: got reward nan"):
-        group_advantages([[1.0, math.nan]], kind)
 
 
 def test_informative() -> None:

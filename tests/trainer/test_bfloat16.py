@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from specactor.config import TinyModelConfig
-from tests.lib.ranks import make_tiny
+from specactor.data.tiny_model import make_tiny_model
 from tests.lib.scripts import found_by
 from tests.trainer.conftest import LIMIT_S, environment
 
@@ -15,7 +15,7 @@ SHAPE = TinyModelConfig(num_layers=2, hidden_size=128, num_experts=4, expert_siz
 
 def test_a_wrapped_model_is_trained_saved_and_handed_over(tmp_path: Path) -> None:
     """Under the names that mbridge knows: without the wrapper's `module.` before them."""
-    make_tiny(SHAPE, tmp_path / "model")
+    make_tiny_model(SHAPE, 0, tmp_path / "model")
     found = found_by("tests.trainer.bfloat16_script", tmp_path / "model", tmp_path, limit_s=LIMIT_S, **environment())
     assert found["wrapper"] == "Float16Module"  # else this test would show nothing
     assert "embedding.word_embeddings.weight" in found["names"]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from specactor.config import TinyModelConfig
-from tests.lib.ranks import make_tiny, run_alone, run_ranks
+from specactor.data.tiny_model import make_tiny_model
+from tests.lib.ranks import run_alone, run_ranks
 from tests.trainer.conftest import LAYOUTS_2
 
 NAMES = (*LAYOUTS_2, "MiMo TP2")
@@ -18,7 +19,7 @@ NAMES = (*LAYOUTS_2, "MiMo TP2")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By layout, of both ranks."""
     folder = tmp_path_factory.mktemp("shards")
-    make_tiny(TinyModelConfig(num_layers=4, hidden_size=64, num_experts=4, expert_size=32), folder / "moe")
+    make_tiny_model(TinyModelConfig(num_layers=4, hidden_size=64, num_experts=4, expert_size=32), 0, folder / "moe")
     run_alone("tests.rollout.sglang.make_mimo", folder / "mimo", "random", 96)
     spec: dict[str, Any] = {
         name: {"model": str(folder / "moe"), "parallel": parallel} for name, parallel in LAYOUTS_2.items()

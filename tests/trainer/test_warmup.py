@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from specactor.config.speculation import MADE_BY_WARM_UP
+from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError
 from specactor.recipes import load
-from tests.lib.ranks import make_tiny, run_ranks
+from tests.lib.ranks import run_ranks
 from tests.trainer.conftest import has_deep
 
 WANTED: tuple[str, ...] = ("--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "model")
@@ -26,7 +27,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("warm-up")
     tiny = load(["quickstart"]).model.tiny
     assert tiny is not None
-    make_tiny(replace(tiny, num_layers=2), folder / "policy")
+    make_tiny_model(replace(tiny, num_layers=2), 0, folder / "policy")
     run_ranks(2, "tests.trainer.warmup_script", folder, " ".join(kinds), *WANTED[:-1], folder=folder)
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found | {"folder": folder}

@@ -55,7 +55,7 @@ def about(root: Path, kind: str, *wanted: str) -> dict[str, Any] | None:
     calculator = load(["calculator"])
     asked = warmup.solved_batch(
         calculator,
-        build_dataset(calculator.data.eval_source(64), tokenizer, max_prompt_tokens=100),
+        build_dataset(calculator.data.eval_sources(64)["eval"], tokenizer, max_prompt_tokens=100),
         warmup.find_solver(calculator.warmup.solver),
         tokenizer,
         stage=0,

@@ -31,6 +31,7 @@ from specactor.weights_sync.sender import WeightSender  # noqa: E402
 from tests.trainer import layout_script  # noqa: E402
 
 WRONG = "tests.rollout.sglang.wrong_mtp"
+INSPECTION = "tests.weights_sync.engine_digests"
 STEPS = 20
 
 
@@ -61,8 +62,8 @@ def generate(engine: Engine, drafter: str, requests: list[RolloutRequest]) -> tu
 
 def wrong(engine: Engine, folder: Path) -> list[str]:
     """Parameters of the engine that are not what SGLang's own loader makes of an exported policy."""
-    found = json.loads(engine.rank_call("mtp.digests", b"", timeout_s=60)[0])
-    wanted = json.loads(engine.rank_call("mtp.digests_of_folder", str(folder).encode(), timeout_s=60)[0])
+    found = json.loads(engine.rank_call(f"{INSPECTION}:digests", b"", timeout_s=60)[0])
+    wanted = json.loads(engine.rank_call(f"{INSPECTION}:digests_of_folder", str(folder).encode(), timeout_s=60)[0])
     assert any(name.startswith("mtp.") for name in found)
     return [name for name in {*found, *wanted} if found.get(name) != wanted.get(name)]
 

@@ -46,7 +46,7 @@ from specactor.weights_sync.sender import WeightSender  # noqa: E402
 from tests.trainer import policy_cases as cases  # noqa: E402
 from tests.weights_sync import kills  # noqa: E402
 
-INSPECTION = "specactor.weights_sync.digest"
+INSPECTION = "tests.weights_sync.engine_digests"
 TINY_BUCKET = 2**16
 Edit = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
 Pack = Callable[..., Any]

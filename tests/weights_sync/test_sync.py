@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from specactor.config import TinyModelConfig
+from specactor.data.tiny_model import make_tiny_model
 from specactor.rollout.warm_starter import WarmStarter
-from tests.lib.ranks import make_tiny, run_ranks, torchrun
+from tests.lib.ranks import run_ranks, torchrun
 from tests.weights_sync.kills import CASES as CASES_OF_KILLS
 from tests.weights_sync.kills import FIRST as FIRST_KILLS
 from tests.weights_sync.kills import remaining
@@ -53,7 +54,7 @@ def results(
     deep = any(item.get_closest_marker("deep") for item in request.session.items)
     folder = tmp_path_factory.mktemp("sync")
     shape = TinyModelConfig(num_layers=4, hidden_size=128, num_experts=4, expert_size=64)
-    make_tiny(shape, folder / "model")
+    make_tiny_model(shape, 0, folder / "model")
     return {world: run(world, folder, deep) for world in LAYOUTS if world == 2 or deep}
 
 
@@ -204,7 +205,7 @@ def test_a_killed_engine_is_replaced_and_leaves_nothing(results: dict[int, dict[
 def test_engines_that_are_killed_in_every_other_case(warm_starter: WarmStarter, tmp_path: Path, part: int) -> None:
     """In every stage of a push by buckets and by plan: before, in and after its call, and each process of an engine."""
     shape = TinyModelConfig(num_layers=2, hidden_size=128, num_experts=4, expert_size=64)
-    make_tiny(shape, tmp_path / "model")
+    make_tiny_model(shape, 0, tmp_path / "model")
     layout = json.dumps({"EP2": LAYOUTS[2]["EP2"]})
     start, end = (FIRST + (len(CASES_OF_KILLS) - FIRST) * i // PARTS for i in (part, part + 1))
     arguments = (tmp_path / "model", layout, 0, tmp_path, start, end)
@@ -222,7 +223,7 @@ def test_a_killed_rank_takes_its_engines_with_it(
 ) -> None:
     """At every exchange of a push: the job ends, and nothing of the engines is left to serve a mixture."""
     shape = TinyModelConfig(num_layers=2, hidden_size=128, num_experts=4, expert_size=64)
-    make_tiny(shape, tmp_path / "model")
+    make_tiny_model(shape, 0, tmp_path / "model")
     arguments = (tmp_path / "model", json.dumps({"EP2": LAYOUTS[2]["EP2"]}), 0, tmp_path, rank, int(by_plan), exchange)
     code, said = torchrun(2, "tests.weights_sync.sync_script", *arguments, folder=tmp_path)
     assert code != 0
@@ -238,7 +239,7 @@ def test_a_killed_rank_takes_its_engines_with_it(
 def test_a_copy_on_another_host_that_differs_ends_the_engines(warm_starter: WarmStarter, tmp_path: Path) -> None:
     """Each host takes the weights from its own rank; one bit differs on one of them. None is started again."""
     shape = TinyModelConfig(num_layers=2, hidden_size=128, num_experts=4, expert_size=64)
-    make_tiny(shape, tmp_path / "model")
+    make_tiny_model(shape, 0, tmp_path / "model")
     run_ranks(2, "tests.weights_sync.diverged_script", tmp_path / "model", tmp_path, folder=tmp_path)
     found = json.loads((tmp_path / "results.json").read_text())
     assert found["first"] == [1, 0]

@@ -103,15 +103,15 @@ RANK_CALLS: dict[str, RankFunction] = {"identify": _identify, "flush": _flush, "
 
 
 def find(name: str) -> RankFunction:
-    """Return the function of a registered name, or of ``specactor.module:function``. Raises EngineError."""
+    """Return the function of a registered name, or of ``module:function``. Raises EngineError."""
     if name in RANK_CALLS:
         return RANK_CALLS[name]
     module, _, function = name.partition(":")
-    if function and module.startswith("specactor."):
+    if function:
         found: RankFunction = getattr(importlib.import_module(module), function)
         return found
     raise EngineError(
-        f"rank call {name!r} is not registered, expected one of {sorted(RANK_CALLS)} or 'specactor.module:function'. "
+        f"rank call {name!r} is not registered, expected one of {sorted(RANK_CALLS)} or 'module:function'. "
         "Add it to specactor/rollout/sglang/rank_calls.py."
     )
 

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from specactor.config import EAGLE3_HEAD
 from specactor.config.rules import rules_of
+from specactor.cpu import torchvision_ops
 from specactor.errors import ConfigError
 from specactor.trainer.drafter.buffer import read_rollouts
 
@@ -46,6 +47,14 @@ class Eagle3Start:
             "0, or > 0 with rollouts",
             "Give responses whose most frequent tokens it is to draft.",
         )
+
+
+def the_transformers() -> Any:
+    if torch.version.cuda is None:  # torchvision fails beside a CPU build of torch
+        torchvision_ops.install()
+    import transformers
+
+    return transformers
 
 
 def is_head(folder: Path) -> bool:
@@ -111,22 +120,11 @@ class _Attention(nn.Module):
         return x_BNPD * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
 
 
-class _Mlp(nn.Module):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
-
-
 class _Layer(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn, self.mlp = _Attention(config), _Mlp(config)
+        self.self_attn, self.mlp = _Attention(config), the_transformers().models.llama.modeling_llama.LlamaMLP(config)
         self.input_layernorm, self.hidden_norm = nn.RMSNorm(size, eps), nn.RMSNorm(size, eps)
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
 
@@ -190,8 +188,6 @@ def read_head(folder: Path, target: Any, embedding: Tensor) -> Head:
     Raises ConfigError for an unfit one."""
     from safetensors.torch import load_file
 
-    from specactor.trainer.drafter.init import the_transformers
-
     fields = json.loads((folder / "config.json").read_bytes())
     fields.setdefault("draft_vocab_size", fields["vocab_size"])
     fields.setdefault("target_hidden_size", fields["hidden_size"])
@@ -250,8 +246,6 @@ def _refuse_others(config: Any) -> None:
 def make_head(target: Any, start: Eagle3Start) -> Head:
     """Return a new head, which passes the last layer that it reads on to the target's last norm and output
     projection."""
-    from specactor.trainer.drafter.init import the_transformers
-
     source = target.config
     if source.num_hidden_layers < 2:
         raise ConfigError.at("target", "1 layer", "2 layers or more", "A head reads several. Use start:target-start.")

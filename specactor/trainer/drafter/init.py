@@ -20,9 +20,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from specactor.config.rules import rules_of
-from specactor.cpu import torchvision_ops
 from specactor.errors import ConfigError, DataError
-from specactor.trainer.drafter.head import Eagle3Start, is_head, make_head, read_head
+from specactor.trainer.drafter.head import Eagle3Start, is_head, make_head, read_head, the_transformers
 
 _MODEL = "model.layers."
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -209,14 +208,6 @@ def write_model(model: Any, folder: Path, *, tokenizer: Path, weights: Mapping[s
 
 def quiet() -> None:
     the_transformers().utils.logging.disable_progress_bar()
-
-
-def the_transformers() -> Any:
-    if torch.version.cuda is None:  # torchvision fails beside a CPU build of torch
-        torchvision_ops.install()
-    import transformers
-
-    return transformers
 
 
 def _dense(source: Any, *, seed: int, **shape: Any) -> Any:

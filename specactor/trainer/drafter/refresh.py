@@ -15,14 +15,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 
 from specactor.config import Config, DraftTrainingConfig, SpeculationConfig
-from specactor.errors import CheckpointError, PeerFailedError, SpecActorError
+from specactor.errors import SpecActorError
 from specactor.parallel.collective import Collective
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.sglang.engine_client import Engine
+from specactor.trainer.checkpoint import failing_on_all
 from specactor.trainer.drafter import init
 from specactor.trainer.drafter.buffer import TopK, example_from
 from specactor.trainer.drafter.head import Head
@@ -145,7 +145,7 @@ class Distillation:
         def write() -> None:
             self.drafter.save(own)
 
-        with _written(own):
+        with failing_on_all(f"{own}: could not be written"):
             self._collective.together("checkpoint", make)
             if self.config.zero_stage:  # its ranks meet while they save, which they cannot within `together`
                 write()
@@ -182,7 +182,7 @@ class Distillation:
             if self._collective.rank == 0:
                 init.write_model(self.drafter.model, folder, tokenizer=self._folder, weights=weights)
 
-        with _written(folder):
+        with failing_on_all(f"{folder}: could not be written"):
             self._collective.together("draft model export", write)
         return True
 
@@ -265,17 +265,6 @@ def left_behind(checkpoint: Path, speculation: SpeculationConfig) -> str:
         f"{checkpoint} holds a draft model that was kept fresh; without refreshes drafts come from {draft_model}. "
         "Set --distillation.refresh to go on with it."
     )
-
-
-@contextmanager
-def _written(what: Path) -> Iterator[None]:
-    """Raise CheckpointError where a rank's disk fails."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{what}: could not be written: {error}. Free disk space.") from error
-    except PeerFailedError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def _metrics_of(stats: RefreshStats) -> dict[str, float]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from specactor.config import DraftTrainingConfig
-from specactor.errors import CheckpointError, SpecActorError
+from specactor.errors import CheckpointError
 from specactor.trainer.drafter import losses
 from specactor.trainer.drafter.buffer import DraftBuffer
 from specactor.trainer.drafter.updates import diverged, make_updater
@@ -81,26 +81,17 @@ class DrafterTrainer:
         rate_of: Callable[[int], float] | None = None,
     ) -> RefreshStats:
         """Learn from the buffer until the time or the updates are over. Collective. An update is begun if the longest
-        so far would end in time on all ranks, the first in any case. Raises SpecActorError when a loss, gradient or
-        weight is not finite, with weights and optimizer as before (not under ZeRO), and torch.OutOfMemoryError on its
-        rank alone.
+        so far would end in time on all ranks, the first in any case. Raises SpecActorError on all ranks when a loss,
+        gradient or weight is not finite, and torch.OutOfMemoryError on its rank alone.
 
         Args:
             max_updates: 0: the config's, where 0 is any number.
             rate_of: learning rate by the update's number over all refreshes.
         """
-        restore = self._updater.kept()
-        try:
-            most = max_updates or self.config.max_updates or 2**62
-            return self._learn(limit_s, clock, most, rate_of or self._rate)
-        except SpecActorError:  # on every rank alike, since what is not finite is a sum over ranks
-            restore()
-            raise
-
-    def _learn(self, limit_s: float, clock: Clock, max_updates: int, rate_of: Callable[[int], float]) -> RefreshStats:
+        most, rate_of = max_updates or self.config.max_updates or math.inf, rate_of or self._rate
         made: list[dict[str, float]] = []
         norm, longest_s, start_s = math.nan, 0.0, clock()
-        while len(self.buffer) and len(made) < max_updates:
+        while len(self.buffer) and len(made) < most:
             began_s = clock()
             if self.on_any_rank(began_s - start_s + longest_s >= limit_s):
                 break

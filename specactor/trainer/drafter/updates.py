@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -41,7 +41,6 @@ class PlainUpdater:
         self._model, self._group = model, group
         self.device = next(model.parameters()).device
         self._copies = HostCopies()
-        self._on_host = False  # whether what is in host memory is what is on the device
         self._replica: nn.Module | None = None
         self._parameters = dict(model.named_parameters())
         self._adam = torch.optim.AdamW(
@@ -72,7 +71,6 @@ class PlainUpdater:
         """Take it again. Collective: DDP is made here, outside of a micro-batch's time."""
         if self.device.type == "cuda":
             self._copies.reload([self._adam], self.device, [self._model])
-            self._on_host = True
         if self._replica is None:
             self._make_replica(init_sync=False)
 
@@ -109,39 +107,21 @@ class PlainUpdater:
             raise diverged("gradient norm", norm)
         return norm
 
-    def kept(self) -> Callable[[], None]:
-        """Return a function that brings weights and optimizer back."""
+    def save(self, folder: Path) -> None:
+        """Write moments and step counts by ``<kind>.<parameter>``."""
+        from safetensors.torch import save_file
 
-        def copy(name: str, kind: str, value: Tensor) -> Tensor:
-            host = self._copies.held(self._parameters[name], kind) if self._on_host else None
-            return value.detach().clone() if host is None else host
+        if self._group is None or self._group.size() == 1 or dist.get_rank() == 0:
+            state = {name: self._adam.state.get(parameter, {}) for name, parameter in self._parameters.items()}
+            flat = {f"{kind}.{name}": value for name, of in state.items() for kind, value in of.items()}
+            save_file({key: value.cpu().contiguous() for key, value in flat.items()}, folder / OPTIMIZER)
 
-        weights = [copy(name, "weight", parameter) for name, parameter in self._parameters.items()]
-        state = {}
-        for key, value in self.optimizer_state().items():
-            kind, _, name = key.partition(".")
-            state[key] = copy(name, kind, value)
-        self._on_host = False
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote. Raises CheckpointError for that of another model."""
+        from safetensors.torch import load_file
 
-        def restore() -> None:
-            self._adam.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                for parameter, value in zip(self._parameters.values(), weights, strict=True):
-                    parameter.copy_(value)
-            self.restore_optimizer(state)
-
-        return restore
-
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """Return moments and step counts by ``<kind>.<parameter>``."""
-        state = {name: self._adam.state.get(parameter, {}) for name, parameter in self._parameters.items()}
-        return {f"{kind}.{name}": value for name, of in state.items() for kind, value in of.items()}
-
-    def restore_optimizer(self, state: dict[str, Tensor]) -> None:
-        """Restore an `optimizer_state`. Raises CheckpointError for that of another model."""
-        self._on_host = False
         self._adam.state.clear()
-        for key, value in state.items():
+        for key, value in load_file(folder / OPTIMIZER).items():
             kind, _, name = key.partition(".")
             parameter = self._parameters.get(name)
             if parameter is None or value.shape not in (parameter.shape, torch.Size([])):
@@ -150,18 +130,6 @@ class PlainUpdater:
                 )
             device = "cpu" if kind == "step" else parameter.device  # where AdamW keeps it
             self._adam.state[parameter][kind] = value.to(device, copy=True)
-
-    def save(self, folder: Path) -> None:
-        from safetensors.torch import save_file
-
-        if self._group is None or self._group.size() == 1 or dist.get_rank() == 0:
-            state = self.optimizer_state()
-            save_file({name: value.cpu().contiguous() for name, value in state.items()}, folder / OPTIMIZER)
-
-    def load(self, folder: Path) -> None:
-        from safetensors.torch import load_file
-
-        self.restore_optimizer(load_file(folder / OPTIMIZER))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, value.detach()) for name, value in self._model.named_parameters())
@@ -211,9 +179,6 @@ class ZeroUpdater:
         if not math.isfinite(norm):
             raise diverged("gradient norm", norm)
         return norm
-
-    def kept(self) -> Callable[[], None]:
-        return lambda: None  # its master weights are DeepSpeed's, in parts
 
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), tag="zero")

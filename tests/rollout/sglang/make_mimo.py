@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specactor.data.tokenizer import VOCAB_SIZE, make_char_tokenizer
-from specactor.trainer.drafter.init import the_transformers
+from specactor.trainer.drafter.head import the_transformers
 from tests.rollout.sglang.make_toy import BLOCK, HEADS, HIDDEN, SHARPNESS, SPREAD, THETA, block, looking_back
 
 SIZE = (SHARPNESS * BLOCK**0.5) ** 0.5

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specactor.trainer.drafter.head import Eagle3Start, make_head
-from specactor.trainer.drafter.init import the_transformers, write_model
+from specactor.trainer.drafter.head import Eagle3Start, make_head, the_transformers
+from specactor.trainer.drafter.init import write_model
 
 VOCAB, HIDDEN, BLOCK, HEADS = 96, 64, 16, 4
 THETA = 10000.0

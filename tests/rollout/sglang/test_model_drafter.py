@@ -308,7 +308,7 @@ def pushes_to(engine: Engine, sender: DraftSender) -> Pushes:
 
 
 def policy_digests(engine: Engine) -> list[bytes]:
-    return engine.rank_call("specactor.weights_sync.digest:digests", b"", timeout_s=60)
+    return engine.rank_call("tests.weights_sync.engine_digests:digests", b"", timeout_s=60)
 
 
 def test_a_push_between_rollouts_changes_drafts_and_no_token(

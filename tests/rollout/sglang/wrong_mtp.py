@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from specactor.rollout.sglang import rank_calls
 from specactor.rollout.sglang.head_runner import MtpRunner
 from specactor.rollout.sglang.model_drafter import ModelDrafter, MtpDrafter
-from specactor.weights_sync import digest
 from tests.rollout.sglang import wrong_heads
 
 
@@ -26,6 +24,3 @@ OwnStates = _with_mtp(wrong_heads.OwnStates)
 HeadErrs = _with_mtp(wrong_heads.HeadErrs)
 HeadErrsAndKeeps = _with_mtp(wrong_heads.HeadErrsAndKeeps)
 SharedSlots = _with_mtp(wrong_heads.SharedSlots)
-
-rank_calls.RANK_CALLS["mtp.digests"] = digest.digests
-rank_calls.RANK_CALLS["mtp.digests_of_folder"] = digest.digests_of_folder

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from specactor.config import DraftTrainingConfig
-from specactor.trainer.drafter import init
 from specactor.trainer.drafter.buffer import RolloutLine, TopK, TrainingExample
+from specactor.trainer.drafter.head import the_transformers
 
 VOCAB = 48
 CONFIG = DraftTrainingConfig(
@@ -54,7 +54,7 @@ def examples(count: int = 20, seed: int = 0, *, without_top_k_every: int = 5) ->
 
 def model(seed: int = 0) -> Any:
     """A dense Qwen3 of one layer, in float32; the process's random state is left alone."""
-    transformers = init.the_transformers()
+    transformers = the_transformers()
     shape = transformers.Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=16,

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specactor.trainer.drafter import init
 from specactor.trainer.drafter.buffer import TopK, example_from
-from specactor.trainer.drafter.head import Head
+from specactor.trainer.drafter.head import Head, the_transformers
 from specactor.trainer.drafter.head_training import HeadTrainer
 from specactor.types import TrainSequence
 from tests.trainer.drafter import cases
@@ -30,7 +29,7 @@ def draft_model() -> Any:
 
 def head_model() -> Head:
     """A head of a policy of that width, which reads the last two of them."""
-    config = init.the_transformers().LlamaConfig(
+    config = the_transformers().LlamaConfig(
         vocab_size=cases.VOCAB,
         hidden_size=32,
         num_attention_heads=4,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specactor.trainer.drafter.init import the_transformers
+from specactor.trainer.drafter.head import the_transformers
 
 
 class ReferenceHead:

@@ -16,6 +16,7 @@ from specactor.planning.model_shapes import TransformerShape
 from specactor.recipes import load
 from specactor.trainer.drafter import init, losses
 from specactor.trainer.drafter.buffer import TopK
+from specactor.trainer.drafter.head import the_transformers
 from specactor.trainer.drafter.train import DrafterTrainer
 from tests.lib.live_bytes import LiveBytes
 from tests.trainer.drafter import cases
@@ -29,7 +30,7 @@ SHAPE = TransformerShape(
 
 
 def model() -> Any:
-    config = init.the_transformers().Qwen3Config(
+    config = the_transformers().Qwen3Config(
         vocab_size=SHAPE.vocab,
         hidden_size=SHAPE.hidden,
         num_hidden_layers=SHAPE.layers,
@@ -41,7 +42,7 @@ def model() -> Any:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = init.the_transformers().Qwen3ForCausalLM(config).float()
+        made = the_transformers().Qwen3ForCausalLM(config).float()
     init.fill_buffers(made)
     return made
 

@@ -335,15 +335,3 @@ def test_weights_that_are_not_finite_are_neither_pushed_nor_saved(
     assert not (tmp_path / FOLDER).exists()
     assert other.it.drafter.version == 0
     assert other.weights() == World(collective, draft_dir).weights()
-
-
-def test_a_refresh_that_diverges_late_leaves_the_version_and_its_weights(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the second of two updates."""
-    world.step(1)
-    before, updates = world.weights(), world.it.drafter.updates
-    monkeypatch.setattr(world.it.drafter, "_rate", lambda update: torch.inf if update > updates else 1e-3)
-    metrics = world.step(2)
-    assert (metrics["drafter/failed"], metrics["drafter/version"], metrics["drafter/oldest_version"]) == (1, 1, 1)
-    assert world.weights() == before == world.held()
