@@ -155,7 +155,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         if self.speculator is not None:
             self.speculator.drafter_set.stop()
         if speculator is not None:
-            speculator.record(self.rounds.recorder)
+            speculator.recorder = self.rounds.recorder
         self._running.clear()
         self._plain_left = 0
         self.speculator = speculator

@@ -10,11 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from specactor.trace import Recorder
-
-HISTORY_TOKENS = 1_000_000
-"""Earlier text that a drafter over text keeps, at 210 to 420 bytes per token."""
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DraftSequence:
@@ -43,8 +38,6 @@ class Drafter(ABC):
     """Whether drafting is so cheap that it comes before windows are chosen, at the largest window."""
     drafts_ahead: bool = False
     """Whether it drafts elsewhere while the engine goes on. It learns nothing from ended requests."""
-    recorder: Recorder = Recorder()
-    """The engine's trace; off by default."""
     is_verified: bool = True
     """Whether the drafts of this round would be verified, and not only looked at."""
     expects: bool = False

@@ -48,7 +48,7 @@ class Speculator:
         self._clock = clock
         self._looks = Looks()
         self._back_off = BackOff()
-        self._recorder = Recorder()
+        self.recorder = Recorder()
         self._fruitless = 0
         """Rounds in a row that asked for drafts and had none, before costs were known."""
         self._is_behind = False
@@ -162,11 +162,6 @@ class Speculator:
         """Return counts per drafter, and of plain rounds, since the last report."""
         return self.estimates.report()
 
-    def record(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        for drafter in self.drafters.values():
-            drafter.recorder = recorder
-
     def _tried(self, sequences: Sequence[DraftSequence], caps: Sequence[int]) -> Decision:
         started = self._clock()
         self._tell(sequences)
@@ -229,7 +224,7 @@ class Speculator:
             lists[some:] = [[] for _ in caps[some:]]
         if choice.drafter != before:
             _LOG.info("speculation: %s", choice.reason)
-            self._recorder.instant("rounds", f"switch to {choice.drafter}", self._clock(), why=choice.reason)
+            self.recorder.instant("rounds", f"switch to {choice.drafter}", self._clock(), why=choice.reason)
         if choice.drafter == OFF:
             self._look_over(sequences, drafts, caps, started=started)
             return self._plain(requests)
@@ -246,7 +241,7 @@ class Speculator:
         changed = self.planner.owners.settle([s.request_id for s in sequences], drafts, decision)
         for (before, after), requests in changed.items():
             self.estimates.counts[after].switches += requests
-            self._recorder.instant("rounds", f"{requests} from {before} to {after}", self._clock(), why=reason)
+            self.recorder.instant("rounds", f"{requests} from {before} to {after}", self._clock(), why=reason)
 
     def _look_over(
         self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], *, started: float

@@ -15,7 +15,7 @@ from itertools import chain, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.rollout.speculation.drafter import HISTORY_TOKENS, Drafter, DraftSequence
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 
 TOKENS_PER_MATCH = 2
 """Of 1, 1.5, 2, 3 and no bound, the fastest or within 1 % of it where a draft token costs 2-10 % of a verify."""
@@ -46,7 +46,7 @@ class SuffixDrafter(Drafter):
 
     name = "suffix"
 
-    def __init__(self, *, max_tokens: int = HISTORY_TOKENS) -> None:
+    def __init__(self, *, max_tokens: int = 1_000_000) -> None:
         assert max_tokens >= 2, max_tokens
         # By place; place 0 is none.
         self._token = np.full(max_tokens + 1, -1)
