@@ -29,9 +29,9 @@ from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, DrafterAccess, local_endpoint
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, REPORT, TRACE
+from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT, TRACE
 from specactor.rollout.speculation.costs import Grid
-from specactor.rollout.speculation.counters import Counts, Figures
+from specactor.rollout.speculation.counters import Counts
 from specactor.trace import Span
 from specactor.types import RolloutRequest, SamplingParams
 
@@ -194,10 +194,6 @@ class Devices:
             report = msgspec.json.decode(engine.rank_call(REPORT, b"", timeout_s=60)[0], type=dict[str, Counts])
             total = sum(report.values(), total)
         return total
-
-    def figures(self) -> dict[str, float]:
-        answer = self.engines[0].rank_call(FIGURES, b"", timeout_s=60)[0]
-        return msgspec.json.decode(answer, type=Figures).get("decoupled", {})
 
     def trace(self, *, on: bool) -> list[Span]:
         """Return the spans of the first engine since the last call."""

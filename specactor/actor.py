@@ -201,7 +201,7 @@ class SpecActor:
         left = self.rollouts.left if rollout.oversample > 1 else None
         return (
             measurements.of_speculation(stats.counts)
-            | measurements.of_drafters(stats.figures, stats.drafter_work)
+            | measurements.of_drafters(stats.counts, stats.drafter_work)
             | measurements.of_tail(woken, moved, left, batch)
         )
 

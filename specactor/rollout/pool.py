@@ -22,7 +22,7 @@ from specactor.rollout.driver import REPORT_TOKENS, Driver
 from specactor.rollout.refill import Refill
 from specactor.rollout.requests import assign, merge
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
+from specactor.rollout.speculation.counters import Counts, added
 from specactor.rollout.tail import WakeWhereItPays
 from specactor.rollout.waiting import Waiting
 from specactor.trace import Span
@@ -229,11 +229,6 @@ class EnginePool:
         parts: list[dict[str, Counts]] = []
         self._on_living(lambda engine: parts.append(engine.speculation_counts()))
         return added(parts)
-
-    def speculation_figures(self) -> Figures:
-        parts: list[Figures] = []
-        self._on_living(lambda engine: parts.append(engine.speculation_figures()))
-        return added_figures(parts)
 
     def trace(self, *, on: bool) -> dict[str, list[Span]]:
         """Return `Engine.trace` of each living engine."""

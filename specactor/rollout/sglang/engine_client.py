@@ -35,7 +35,7 @@ from specactor.rollout.sglang.engine_protocol import (
     Start,
     ToEngine,
 )
-from specactor.rollout.speculation.counters import Counts, Figures
+from specactor.rollout.speculation.counters import Counts
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 
@@ -160,13 +160,6 @@ class Engine(ChildProcess[FromEngine]):
             return {}
         reply = self.rank_call(speculation_calls.REPORT, b"", timeout_s=_COMMAND_TIMEOUT_S)[0]  # rank 0 decides
         return msgspec.json.decode(reply, type=dict[str, Counts])
-
-    def speculation_figures(self) -> Figures:
-        """Return what drafters counted themselves; see `Drafter.figures`."""
-        if self.spec.speculation.mode == "off":
-            return {}
-        reply = self.rank_call(speculation_calls.FIGURES, b"", timeout_s=_COMMAND_TIMEOUT_S)[0]
-        return msgspec.json.decode(reply, type=Figures)
 
     def trace(self, *, on: bool) -> list[Span]:
         """Return the spans since the last call; record from now on, or do not."""

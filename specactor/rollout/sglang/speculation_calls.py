@@ -24,8 +24,6 @@ CONFIGURE = f"{__name__}:configure"
 benchmarks; a run's setting comes by `SPECULATION`."""
 REPORT = f"{__name__}:report"
 """Rank call: `Counts` per drafter since the last one, of rank 0."""
-FIGURES = f"{__name__}:figures"
-"""Rank call: what drafters count themselves, since the last one, of rank 0: `Figures`."""
 TRACE = f"{__name__}:trace"
 """Rank call: the spans recorded since the last one, of rank 0, as MessagePack. Payload: "on" or "off", from now on."""
 ROUNDS = f"{__name__}:rounds"
@@ -103,11 +101,6 @@ def configure(rank: Any, payload: bytes) -> bytes:
 def report(rank: Any, payload: bytes) -> bytes:
     speculator = _worker(rank).speculator
     return msgspec.json.encode(speculator.report() if speculator is not None else {})
-
-
-def figures(rank: Any, payload: bytes) -> bytes:
-    speculator = _worker(rank).speculator
-    return msgspec.json.encode(speculator.drafter_set.figures() if speculator is not None else {})
 
 
 def trace(rank: Any, payload: bytes) -> bytes:

@@ -46,6 +46,8 @@ class Counts(msgspec.Struct, kw_only=True):
     """Rounds on the engine's plain path."""
     switches: int = 0
     """Requests that came to this drafter from another, which had a draft, too."""
+    figures: dict[str, float] = msgspec.field(default_factory=dict)
+    """What the drafter counts itself, by the names of `metrics.SPECULATION`."""
 
     @property
     def wasted(self) -> int:
@@ -101,13 +103,12 @@ class Counts(msgspec.Struct, kw_only=True):
             if isinstance(value, list)
             else value + theirs[name]
             for name, value in mine.items()
-            if name != "problems"
-        } | {"problems": sorted({*self.problems, *other.problems})}
+            if name not in ("problems", "figures")
+        }
+        names = sorted({*self.figures, *other.figures})
+        summed["figures"] = {name: self.figures.get(name, 0.0) + other.figures.get(name, 0.0) for name in names}
+        summed["problems"] = sorted({*self.problems, *other.problems})
         return msgspec.convert(summed, Counts)
-
-
-Figures = dict[str, dict[str, float]]
-"""Own counts of drafters, by drafter and by the names of `metrics.SPECULATION`."""
 
 
 def _add_at(positions: list[int], lengths: Sequence[int]) -> None:
@@ -121,14 +122,4 @@ def added(parts: Iterable[Mapping[str, Counts]]) -> dict[str, Counts]:
     for part in parts:
         for name, counts in part.items():
             sums[name] = sums.get(name, Counts()) + counts
-    return sums
-
-
-def added_figures(parts: Iterable[Figures]) -> Figures:
-    sums: Figures = {}
-    for part in parts:
-        for drafter, figures in part.items():
-            own = sums.setdefault(drafter, {})
-            for name, value in figures.items():
-                own[name] = own.get(name, 0.0) + value
     return sums

@@ -77,7 +77,7 @@ class Drafter(ABC):
         """The target has new weights; no request is running."""
 
     def figures(self) -> dict[str, float]:
-        """Return its own counts and seconds since the last call, by their names in `metrics.SPECULATION`."""
+        """Return its own counts and seconds since the last call; those named in `metrics.SPECULATION` are logged."""
         return {}
 
     def stop(self) -> None:  # noqa: B027  (optional)

@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Literal
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.speculation.counters import Figures
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.verification import Decision, Drafts, common, existing
@@ -210,16 +209,14 @@ class DrafterSet:
             decision.drafter = names[0]
         return decision
 
-    def figures(self) -> Figures:
-        figures: Figures = {}
+    def note_figures(self) -> None:
+        """Add what drafters counted themselves to their counts."""
 
         def ask(drafter: Drafter) -> None:
-            if counted := drafter.figures():
-                figures[drafter.name] = counted
+            self._estimates.counts[drafter.name].figures = drafter.figures()
 
         for drafter in self.drafters.values():
             self.call(drafter, ask, drafter)
-        return figures
 
     def stop(self) -> None:
         for drafter in self.drafters.values():

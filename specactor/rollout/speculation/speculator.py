@@ -160,6 +160,7 @@ class Speculator:
 
     def report(self) -> dict[str, Counts]:
         """Return counts per drafter, and of plain rounds, since the last report."""
+        self.drafter_set.note_figures()
         return self.estimates.report()
 
     def _tried(self, sequences: Sequence[DraftSequence], caps: Sequence[int]) -> Decision:
