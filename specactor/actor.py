@@ -65,7 +65,6 @@ class SpecActor:
         self.rollouts.take_stats(trace=traced)  # what follows is counted from here
         groups = self.rollouts.collect(self.steps_done)
         rollout = self.rollouts.take_stats()
-        self.pool.update_wake_belief(rollout.counts)
         audited = self.audit.look(step, self.version, groups, step_s=self._step_s)
         batch = self.learnable(groups)
         if self.distillation is not None:  # the draft model learns from all of them on every rank

@@ -130,6 +130,11 @@ class DrafterPool:
         finally:
             self._settle()
 
+    @property
+    def can_lend(self) -> bool:
+        """Whether any sleeps on the device of an engine."""
+        return any(drafter.spec.engine is not None for drafter in self.drafters)
+
     def any_awake(self) -> bool:
         with self._lock:
             return any(drafter.awake and drafter.alive for drafter in self.drafters if drafter.spec.engine is not None)

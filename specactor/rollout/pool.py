@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -23,7 +23,6 @@ from specactor.rollout.refill import Refill
 from specactor.rollout.requests import assign, merge
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
 from specactor.rollout.speculation.counters import Counts, added
-from specactor.rollout.tail import WakeWhereItPays
 from specactor.rollout.waiting import Waiting
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
@@ -49,15 +48,13 @@ class EnginePool:
         self,
         specs: Sequence[EngineSpec],
         *,
-        tail: WakeWhereItPays | None = None,
         report_tokens: int = REPORT_TOKENS,
         drafters: DrafterPool | None = None,
         restart_limit_s: float = RESTART_LIMIT_S,
     ) -> None:
-        """Start all engines, if any; `wait_ready` waits for them. `tail` says when to wake a drafter on an idle
-        engine's device; `restart_lost` takes at most `restart_limit_s`, for which other ranks wait."""
+        """Start all engines, if any; `wait_ready` waits for them. `restart_lost` takes at most `restart_limit_s`, for
+        which other ranks wait."""
         self._restart_limit_s = restart_limit_s
-        self.tail = tail
         self.drafters = drafters if drafters is not None else DrafterPool([])
         self.report_tokens = report_tokens
         self._version = 0  # of the last sync, which counts steps
@@ -110,7 +107,6 @@ class EnginePool:
         driver = Driver(
             alive,
             notify=on_finished or (lambda trajectory: None),
-            policy=self.tail,
             report_tokens=self.report_tokens,
             enough_groups=enough_groups,
             drafters=self.drafters,
@@ -129,10 +125,6 @@ class EnginePool:
             stopped=[driver.stopped[r.request_id] for r in rest if r.request_id in driver.stopped],
             drafters_woken=driver.num_woken,
         )
-
-    def update_wake_belief(self, counts: Mapping[str, Counts]) -> None:
-        if self.tail is not None:
-            self.tail = self.tail.after(counts)
 
     def lost(self) -> tuple[int, ...]:
         return tuple(engine.index for engine in self.engines if not engine.alive)

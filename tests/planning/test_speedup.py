@@ -1,4 +1,4 @@
-"""What a draft method buys, by hand: its best window, its speed-up, its rank, and that waking is charged."""
+"""What a draft method buys, by hand: its best window, its speed-up, and its rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.rollout.speculation.decoupled_rounds import LiveCosts
-from specactor.rollout.speculation.fastest_of_n import best_window, gain_after, ranked, speedup
+from specactor.rollout.speculation.fastest_of_n import best_window, ranked, speedup
 
 WINDOWS = 4
 
@@ -63,17 +63,3 @@ def test_better_drafters_gain_more(one: float, other: float, step: float, row: f
 
     assert gain(low, step) <= gain(high, step) + 1e-9
     assert gain(high, 2 * step) <= gain(high, step) + 1e-9
-
-
-def test_waking_is_charged() -> None:
-    assert gain_after(0.0, 100.0, 2.0) == 2.0
-    assert gain_after(50.0, 100.0, 2.0) == pytest.approx(100 / 75)
-    assert gain_after(100.0, 100.0, 2.0) == gain_after(1e9, 100.0, 2.0) == 1.0
-    for waking, left, faster in ((-1.0, 1.0, 1.0), (0.0, 0.0, 1.0), (0.0, 1.0, 0.5)):
-        with pytest.raises(AssertionError):
-            gain_after(waking, left, faster)
-
-
-@given(st.floats(0, 1e4), st.floats(1, 1e4), st.floats(1, 9))
-def test_nobody_is_slowed_down(waking: float, left: float, faster: float) -> None:
-    assert 1.0 - 1e-9 <= gain_after(waking, left, faster) <= faster + 1e-9

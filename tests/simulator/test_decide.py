@@ -11,7 +11,7 @@ import pytest
 
 from specactor.planning import command as planning
 from specactor.planning import search
-from specactor.rollout import pool, tail
+from specactor.rollout import pool
 from specactor.rollout.speculation import estimates, fastest_of_n, planner, windows
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.windows import OFF
@@ -33,7 +33,6 @@ def test_decisions_are_those_of_the_engine() -> None:
     assert deciding.OnlineCosts is estimates.OnlineCosts
     assert rollout.assign is pool.assign
     assert engine.best_window is fastest_of_n.best_window
-    assert tail.speedup is fastest_of_n.speedup
     assert rollout.ranked is fastest_of_n.ranked
 
 

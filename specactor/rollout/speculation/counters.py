@@ -12,9 +12,6 @@ import msgspec
 
 from specactor.config import MAX_WINDOW
 
-PRIOR_DRAFTS = 64
-"""Drafts that an earlier belief about their acceptance is worth beside a step's own."""
-
 
 class Counts(msgspec.Struct, kw_only=True):
     rounds: int = 0
@@ -52,11 +49,6 @@ class Counts(msgspec.Struct, kw_only=True):
     @property
     def wasted(self) -> int:
         return self.drafted - self.accepted
-
-    def acceptance(self, believed: float) -> float:
-        """Return P(a draft's first token is accepted), with prior mean `believed`."""
-        accepted = self.accepted_at[0] + PRIOR_DRAFTS * believed
-        return accepted / (self.drafted_at[0] + PRIOR_DRAFTS)
 
     def round(
         self,

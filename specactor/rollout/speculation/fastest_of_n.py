@@ -38,15 +38,6 @@ def best_window(rate: float, costs: LiveCosts) -> int:
     return int(_by_window(rate, costs).argmax()) + 1
 
 
-def gain_after(waking: float, left: float, faster: float) -> float:
-    """Return the speed-up of a request with `left` tokens, `faster` times as fast after `waking` of them."""
-    assert waking >= 0, waking
-    assert left > 0, left
-    assert faster >= 1, faster
-    before = min(waking, left)
-    return left / (before + (left - before) / faster)
-
-
 def _by_window(rate: float, costs: LiveCosts) -> Floats:
     by_window_W: Floats = speeds(np.array([survival_of(rate, len(costs.draft_s))]), costs)[0]
     return by_window_W
