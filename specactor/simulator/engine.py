@@ -5,7 +5,7 @@ request's length. Shapes: B running requests, N all.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,8 +13,6 @@ import numpy as np
 from specactor.planning.plans import VerifierOption
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
-from specactor.rollout.speculation.decoupled_rounds import LiveCosts
-from specactor.rollout.speculation.fastest_of_n import best_window
 from specactor.simulator.decide import Decider, Decision
 from specactor.simulator.requests import MODES, Beside, Flags, Floats, Ints, Progress, Remote, Round, round_of
 
@@ -33,6 +31,7 @@ class Helper:
 
     engine: Engine
     method: str
+    window: int
     seconds: Grid
     copies: int  # drafters that fit on its devices, and share the requests
     since: float
@@ -133,26 +132,15 @@ class Engine:
     def helped_by(
         self, helper: Helper, survival_BW: Floats, message_s: float, rollback_s: float = 0.0
     ) -> Beside | None:
-        """Return the helper's best predicted window; None where requests have its method already."""
-        requests, width = survival_BW.shape
+        """Return what the helper drafts; None where requests have its method already."""
         if helper.method == self.decision.drafter and (self.decision.windows > 0).any():
             return None
-        remote = helper.remote(requests, message_s, rollback_s)
-        costs = LiveCosts.of(
-            self.decider.believed.costs,
-            requests=requests,
-            max_window=width - 1,
-            remote=helper.seconds,
-            served=int(remote.served),
-            message_s=message_s,
-        )
-        window = best_window(self.decider.model(helper.method).rate, costs)
-        return Beside(survival=survival_BW, window=window, window_s=remote.window_s(window, 1.0))
+        remote = helper.remote(len(survival_BW), message_s, rollback_s)
+        return Beside(survival=survival_BW, window=helper.window, window_s=remote.window_s(helper.window, 1.0))
 
-    def gain(self, helper: Helper, names: list[str], *, width: int, message_s: float) -> float:
+    def gains(self, helpers: Sequence[Helper], names: list[str], *, width: int, message_s: float) -> list[float]:
+        """Return the speed-up that each would bring, as believed."""
         requests, of = len(self.running), self.decision
-        rate = self.decider.model(helper.method).rate
-        beside = self.helped_by(helper, np.tile(survival_of(rate, width), (requests, 1)), message_s)
         own_BW = np.zeros((requests, width))
         if of.drafter in self.decider.acceptance:
             own_BW[:, :-1] = self.decider.acceptance[of.drafter].survivals(names, covered=False)
@@ -164,7 +152,12 @@ class Engine:
             )
             return float(found.tokens.mean()) / found.seconds
 
-        return speed(beside) / speed(None) if beside else 1.0
+        def helped(helper: Helper) -> float:
+            rate = self.decider.model(helper.method).rate
+            return speed(self.helped_by(helper, np.tile(survival_of(rate, width), (requests, 1)), message_s))
+
+        alone = speed(None)
+        return [helped(helper) / alone for helper in helpers]
 
     def next_s(self, rounds_B: Floats) -> float:
         assert self.round is not None

@@ -10,15 +10,14 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from operator import itemgetter
 
 import numpy as np
 
 from specactor.errors import PlanError
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan, VerifierOption
 from specactor.rollout.requests import assign
-from specactor.rollout.speculation.decoupled_rounds import LiveCosts
 from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.rollout.speculation.fastest_of_n import ranked
 from specactor.simulator.decide import Decider, Policy, placed
 from specactor.simulator.engine import Engine, Helper, show
 from specactor.simulator.requests import (
@@ -284,10 +283,6 @@ class Rollout:
         helper = self._helper(free, engine, now) if free is not None else None
         if free is None or helper is None:
             return False
-        names = [self.ids[i] for i in engine.running.tolist()]
-        width = self.policy.max_window + 1
-        if engine.gain(helper, names, width=width, message_s=self.cluster.message_s) <= 1.0 + HELP_MARGIN:
-            return False
         self.dry[free.index] = False
         self.helpers.add(free.index)
         engine.settle(now, self.progress)
@@ -296,31 +291,30 @@ class Rollout:
         return True
 
     def _helper(self, free: Engine, engine: Engine, now: float) -> Helper | None:
-        """Choose the method predicted to buy most, new to the engine."""
+        """Return the method, new to the engine, and window that are predicted to buy most; None if that is not
+        enough."""
         used = engine.decision.drafter if (engine.decision.windows > 0).any() else ""
         smallest = {
             option.name: min(fitting, key=lambda e: e.devices)
             for option in self.options.drafters
             if option.name != used and (fitting := [e for e in option.engines if e.devices <= free.option.devices])
         }
-        if not smallest:
-            return None
-        requests = len(engine.running)
-        live = {
-            name: LiveCosts.of(
-                engine.decider.believed.costs,
-                requests=requests,
-                max_window=self.policy.max_window,
-                remote=own.seconds,
-                served=requests,
-                message_s=self.cluster.message_s,
+        helpers = [
+            Helper(
+                engine=free,
+                method=name,
+                window=window,
+                seconds=own.seconds,
+                copies=free.option.devices // own.devices,
+                since=now,
             )
-            for name, own in smallest.items()
-        }
-        best = ranked({name: engine.decider.model(name).rate for name in smallest}, live)[0]
-        own = smallest[best]
-        copies = free.option.devices // own.devices
-        return Helper(engine=free, method=best, seconds=own.seconds, copies=copies, since=now)
+            for name, own in sorted(smallest.items())
+            for window in range(1, self.policy.max_window + 1)
+        ]
+        names = [self.ids[i] for i in engine.running.tolist()]
+        gains = engine.gains(helpers, names, width=self.policy.max_window + 1, message_s=self.cluster.message_s)
+        gain, best = max(zip(gains, helpers, strict=True), key=itemgetter(0), default=(0.0, None))
+        return best if gain > 1.0 + HELP_MARGIN else None
 
     def _outcome(self) -> Outcome:
         assert not self.left, f"{self.left} requests were lost"
