@@ -156,7 +156,6 @@ def _windows(token_s: Grid) -> Grid:
 
 
 SETTLED = 1e-4  # a round's seconds are found when they change by less than this share
-MAX_ITERATIONS = 50
 
 
 def coupled_tokens(survival: Sequence[float], window: int) -> float:
@@ -213,7 +212,7 @@ def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
     assert pace.most >= 1, pace
     low_s, high_s = 0.0, float("inf")
     round_s = pace.round_s.at(pace.requests, 1.0)
-    for _ in range(MAX_ITERATIONS):
+    for _ in range(50):
         afresh = max(0.0, round_s - pace.message_s) / pace.token_s
         drafted = round_s / pace.token_s
         windows_K = there(survival, window, drafted=drafted, afresh=afresh, most=pace.most)

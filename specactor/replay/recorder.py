@@ -36,7 +36,6 @@ from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.types import ScoredGroup, TrainSequence, Trajectory
 from specactor.weights_sync.digest import digest
 
-WHOLE_EVERY = 16  # with `sampled`, of so many samples one is kept whole
 LIBRARIES = ("torch", "sglang", "megatron-core", "transformers", "mbridge", "triton", "transformer-engine", "numpy")
 
 
@@ -86,7 +85,7 @@ class StepRecorder:
         firsts = [0, *accumulate(1 + len(groups[g].trajectories[k].branches) for g, k in places)]
         advantages = [batch[first].advantage for first in firsts[:-1]] if batch else [0.0] * len(places)
         own = {
-            i: self._sample(groups[g], k, advantages[i], is_whole=is_suspect or (i + step) % WHOLE_EVERY == 0)
+            i: self._sample(groups[g], k, advantages[i], is_whole=is_suspect or (i + step) % 16 == 0)
             for i, (g, k) in enumerate(places)
             if is_here(groups[g].trajectories[k])
         }

@@ -37,7 +37,6 @@ from specactor.types import DrawnProblem, Problem, RolloutRequest, ScoredGroup, 
 
 PHASES = ("rollout", "reward")
 OF_VERIFIER = re.compile(r"[^:]+: verifier \S+:")  # how a verifier's failure begins: its kind, then whose it is
-MAX_DRAWN = 4  # problems that dynamic sampling draws at most, per wanted group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +138,7 @@ class RolloutCollector:
         refill = Refill(
             want=want,
             ahead=ahead,
-            most=max(ahead, MAX_DRAWN * want),
+            most=max(ahead, 4 * want),
             size=rollout.group_size,
             requests_of=requests_of,
             problem_of=lambda request: drawn[request.group_id],

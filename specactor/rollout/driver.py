@@ -27,7 +27,6 @@ from specactor.rollout.tail import BorrowedDevices
 from specactor.rollout.waiting import Waiting
 from specactor.types import RolloutRequest, Trajectory
 
-POLL_S = 0.02  # between looks at what other ranks have found of their groups
 REPORT_TOKENS = 64  # an engine reports a running request every so many tokens
 
 
@@ -161,7 +160,8 @@ class Driver:
     def _next(self) -> list[Callable[[], None]]:
         conversations, found = self._conversations, list[Callable[[], None]]()
         try:
-            waits = [conversations.wait_s() if conversations else None, POLL_S if self._refill is not None else None]
+            # Other ranks tell what they have found of their groups.
+            waits = [conversations.wait_s() if conversations else None, 0.02 if self._refill is not None else None]
             found.append(self._events.get(timeout=min((s for s in waits if s is not None), default=None)))
             while conversations:  # turns that are there together are sent together
                 found.append(self._events.get_nowait())

@@ -27,9 +27,7 @@ from specactor.rollout.waiting import Waiting
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 
-RESTART_LIMIT_S = 300.0  # default limit of `EnginePool.restart_lost`
 RESTARTS_WITHIN = 100  # steps in which restarts are counted: deaths of long ago say nothing of an engine
-_RESTART_PAUSE_S = 1.0  # before the second restart of an engine; doubles every further time
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +48,7 @@ class EnginePool:
         *,
         report_tokens: int = REPORT_TOKENS,
         drafters: DrafterPool | None = None,
-        restart_limit_s: float = RESTART_LIMIT_S,
+        restart_limit_s: float = 300.0,
     ) -> None:
         """Start all engines, if any; `wait_ready` waits for them. `restart_lost` takes at most `restart_limit_s`, for
         which other ranks wait."""
@@ -143,7 +141,7 @@ class EnginePool:
         return tuple(sorted(first | self._replace_until_ready(deadline, limit)))
 
     def _replace_until_ready(self, deadline: float, limit: str, *, refusal_is_final: bool = False) -> set[int]:
-        pause_s, replaced = _RESTART_PAUSE_S, set[int]()
+        pause_s, replaced = 1.0, set[int]()
         while lost := [engine for engine in self.engines if not engine.alive]:
             replaced.update(engine.index for engine in lost)
             if time.monotonic() + pause_s >= deadline:

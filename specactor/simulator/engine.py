@@ -12,17 +12,13 @@ import numpy as np
 
 from specactor.planning.plans import VerifierOption
 from specactor.rollout.speculation.acceptance import survival_of
-from specactor.rollout.speculation.costs import Grid
+from specactor.rollout.speculation.costs import MIN_RATIOS, Grid
 from specactor.simulator.decide import Decider, Decision
 from specactor.simulator.requests import MODES, Beside, Flags, Floats, Ints, Progress, Remote, Round, round_of
 
 FIRST_LOOK, LAST_LOOK = 4, 1024
 """Rounds after which an engine decides anew where nothing else happens: at first and when it has changed its mind, and
 later, doubled each time. (A real one decides in every round, mostly the same.)"""
-
-SAMPLED = 256  # verifies of all requests that an engine is shown between two decisions, at most
-MOST_SAMPLED = 8  # verifies of one request among them, at most
-SHOWN_ROUNDS = 5  # rounds whose seconds it is shown: as many as `costs.MIN_RATIOS`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -173,13 +169,13 @@ def show(
     *,
     max_window: int,
 ) -> None:
-    """Show the decider some verifies, and seconds of rounds, since it decided; methods that did not draft as probes,
-    while decoding is plain. `survivals` are the true ones, [B, >= max_window]."""
+    """Show the decider some verifies, at most 8 of a request and 256 in all, and seconds of rounds, since it decided;
+    methods that did not draft as probes, while decoding is plain. `survivals` are the true ones, [B, >= max_window]."""
     rounds = engine.rounds - engine.rounds_decided
     if rounds < 1 or engine.round is None:
         return
     requests, of = len(engine.running), engine.decision
-    each = int(max(1, min(rounds, MOST_SAMPLED, SAMPLED // requests)))
+    each = int(max(1, min(rounds, 8, 256 // requests)))
     drafting = bool((of.windows > 0).any())
 
     names = [name_of(i) for i in engine.running.tolist()]
@@ -195,4 +191,4 @@ def show(
         verifies(method, of.windows if drafting else np.full(requests, max_window), each if drafting else 1)
     if engine.helper is not None:
         verifies(engine.helper.method, np.full(requests, max_window), 1)
-    engine.decider.took(of, requests=requests, seconds=engine.first_round_s, rounds=int(min(rounds, SHOWN_ROUNDS)))
+    engine.decider.took(of, requests=requests, seconds=engine.first_round_s, rounds=int(min(rounds, MIN_RATIOS)))

@@ -37,9 +37,6 @@ from specactor.simulator.requests import (
 from specactor.types import RolloutRequest, SamplingParams
 
 DONE = 1e-6  # rounds short of its end at which a request has finished
-ROUNDING_S = 1e-6  # by which an event may come early: sums of many small numbers
-HELP_MARGIN = 0.02  # share by which an engine must be predicted to be faster with a helper
-ASKED = 4  # engines with the fewest requests, asked when one runs dry; others ask when they decide
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,7 +152,7 @@ class Rollout:
             engine = self.engines[index]
             if version != engine.version:
                 continue
-            assert at >= now - ROUNDING_S, f"an event at {at} s after one at {now} s"
+            assert at >= now - 1e-6, f"an event at {at} s after one at {now} s"
             now, self.events = max(now, at), self.events + 1
             if index in self.dry:
                 self._ready(engine, now)
@@ -274,7 +271,8 @@ class Rollout:
     def _ready(self, engine: Engine, now: float) -> None:
         self.dry[engine.index] = True
         asked = [e for e in self.engines if len(e.running) and e.helper is None]
-        for busy in sorted(asked, key=lambda e: (len(e.running), e.index))[:ASKED]:
+        # Those with the fewest requests are asked now; others ask when they decide.
+        for busy in sorted(asked, key=lambda e: (len(e.running), e.index))[:4]:
             if self._help(busy, now):
                 break
 
@@ -314,7 +312,7 @@ class Rollout:
         names = [self.ids[i] for i in engine.running.tolist()]
         gains = engine.gains(helpers, names, width=self.policy.max_window + 1, message_s=self.cluster.message_s)
         gain, best = max(zip(gains, helpers, strict=True), key=itemgetter(0), default=(0.0, None))
-        return best if gain > 1.0 + HELP_MARGIN else None
+        return best if gain > 1.02 else None
 
     def _outcome(self) -> Outcome:
         assert not self.left, f"{self.left} requests were lost"
@@ -337,7 +335,6 @@ class Rollout:
 
 
 PROMPT_TOKENS = 512  # of a request; trained on too
-SYNC_S = 2.0
 REFRESH_DEVICE_S = 512.0  # device-seconds of distilling the drafter
 
 
@@ -422,7 +419,7 @@ def run(job: Job) -> Run:
         step = Step(
             rollout_s=outcome.seconds,
             train_s=tokens / (job.train_tokens_per_s * job.devices),
-            sync_s=SYNC_S,
+            sync_s=2.0,
             refresh_s=REFRESH_DEVICE_S / job.devices if job.refresh else 0.0,
             outcome=outcome,
         )

@@ -30,8 +30,6 @@ from specactor.rollout.decoupled.spec import (
 if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights
 
-WORK_TIMEOUT_S = 5.0  # a batch of a draft model that reads many prompts can take seconds
-FIRST_WAKE_S = 1.0  # what waking is expected to take before it was measured
 _LOOK_EVERY_S = 0.005
 # silence until a sign of life is asked for, and until it counts as silent: reading prompts takes seconds
 SIGN_EVERY_S = 5.0
@@ -46,7 +44,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         self._renewed_to = 0  # version of the weights that it was given
         self.awake = spec.engine is None  # it was woken, and not asked to sleep since
         self.leaving = False  # it is to be asked to sleep, when it has answered what it was asked before
-        self.wake_s = FIRST_WAKE_S
+        self.wake_s = 1.0  # what waking is expected to take, before it was measured
         self._began_s = time.monotonic()
         self._sign: int | None = None  # number of the last call that was for a sign of life
         # Without a GPU a drafter keeps to one core, if there is such a one.
@@ -77,8 +75,8 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         """Return the version of the weights that it drafts with, as it said last."""
         return self._renewed_to or (self.started.version if self.started is not None else 0)
 
-    def work(self, *, trace: bool, timeout_s: float = WORK_TIMEOUT_S) -> Work | None:
-        """Return its `DrafterLoop.work`, None if too late."""
+    def work(self, *, trace: bool, timeout_s: float = 5.0) -> Work | None:
+        """Return its `DrafterLoop.work`, None if too late: a batch that reads many prompts can take seconds."""
         work = self._ask(AskWork(trace=trace), Work, timeout_s)
         return work if isinstance(work, Work) else None
 

@@ -42,8 +42,6 @@ from specactor.types import RolloutRequest, Trajectory
 __all__ = ["Engine", "EngineSpec"]
 
 _COMMAND_TIMEOUT_S = 60.0
-_FLUSH_TRIES = 20
-_FLUSH_PAUSE_S = 0.1
 
 
 class Engine(ChildProcess[FromEngine]):
@@ -127,10 +125,10 @@ class Engine(ChildProcess[FromEngine]):
 
     def flush(self) -> None:
         """Drop the prefix cache. Raises EngineError when requests are running."""
-        for _ in range(_FLUSH_TRIES):  # the last response comes a moment before the scheduler counts itself idle
+        for _ in range(20):  # the last response comes a moment before the scheduler counts itself idle
             if all(self.rank_call("flush", b"", timeout_s=_COMMAND_TIMEOUT_S)):
                 return
-            time.sleep(_FLUSH_PAUSE_S)
+            time.sleep(0.1)
         raise EngineError(f"{self.name}: flush: requests are still running. Abort them or wait for them first.")
 
     def parse_tools(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[str, str]]]:

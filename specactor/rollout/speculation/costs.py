@@ -41,14 +41,6 @@ MAX_POINTS = 1024
 """Rounds of each kind that are remembered."""
 FIRST_FIT = 12
 """Rounds before the first fit."""
-GROWTH = 2
-"""The next fit comes after this many times as many rounds."""
-MAX_INTERVAL = 2048
-"""Most rounds between two fits."""
-CURVES = 256
-"""Size of the cache of `verify_curve`."""
-UNFITTED = 8
-"""Newest rounds that say what drafting costs while the table lacks the drafter."""
 TRIED = (0, 2, 4, 1)
 """Windows to try, in turns, while there is no table; those beyond the largest are cut to it."""
 METHOD = "decoupled"
@@ -328,8 +320,8 @@ class OnlineCosts:
         """Return the seconds by depth; 0 for an unmeasured drafter."""
         if drafter in self._known().drafters:
             return lambda depth: self._draft_s(drafter, requests, depth)
-        latest = list(islice(reversed(self.drafts.get(drafter, ())), UNFITTED))
-        # In proportion to the tokens, until the table has this drafter.
+        # In proportion to the tokens of the newest rounds, until the table has this drafter.
+        latest = list(islice(reversed(self.drafts.get(drafter, ())), 8))
         token_s = median(seconds / total for _, total, seconds in latest) if latest else 0.0
         return lambda depth: token_s * requests * depth
 
@@ -382,7 +374,7 @@ class OnlineCosts:
         if all(rows == requests for requests, rows, _ in self.verifies):
             self._next_fit = self._rounds + FIRST_FIT  # nothing says what a row costs
             return
-        self._next_fit = self._rounds + min(self._rounds * (GROWTH - 1), MAX_INTERVAL)
+        self._next_fit = self._rounds + min(self._rounds, 2048)  # after twice as many
         try:
             self._use(
                 CostTable.fit(
@@ -399,7 +391,7 @@ class OnlineCosts:
         self._table = table
         self._plain_s = cache(lambda requests: self._known().plain_s(requests))
         self._draft_s = cache(lambda drafter, requests, depth: self._known().draft_s(drafter, requests, depth))
-        self._curve = lru_cache(CURVES)(lambda requests, rows: self._known().verify_curve(requests, rows))
+        self._curve = lru_cache(256)(lambda requests, rows: self._known().verify_curve(requests, rows))
 
     def _known(self) -> CostTable:
         assert self._table is not None, "ask for `wanted` windows until there is a table"

@@ -40,8 +40,6 @@ ENTRY_MARGIN = 0.05
 MARGIN = 0.1
 """Tokens per round by which another drafter must promise more before a request changes; a share while there is no
 pace."""
-PACE_ROUNDS = 16
-"""Rounds over which the pace is averaged: that of one depends on who happened to have drafts."""
 USUAL_ROUNDS = 8
 """Rounds over which is averaged what drafters elsewhere promise: one that stopped is left within six times as many."""
 PER_REQUEST = "per request"
@@ -245,7 +243,8 @@ class Owners:
         """Tokens per second and request that the last rounds promised: what a row's seconds are worth."""
 
     def promised(self, pace: float) -> None:
-        self.pace = pace if self.pace is None else self.pace + (pace - self.pace) / PACE_ROUNDS
+        # An average, since that of one round depends on who happened to have drafts.
+        self.pace = pace if self.pace is None else self.pace + (pace - self.pace) / 16
 
     def of(self, ids: Sequence[str], survivals: Mapping[str, Floats], seconds: Mapping[str, Floats]) -> list[str]:
         """Return each request's drafter in this round (Algorithm 2 of 2511.16193); OFF for none.

@@ -23,8 +23,6 @@ from specactor.trace import Recorder
 
 LOOKED_AT = 16
 """Requests that drafters which draft ahead hear of for a look: each is work for them as long as it runs."""
-MOST_FRUITLESS = 16
-"""Rounds in a row without any draft, before costs are known, after which drafting is tried seldom."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -197,7 +195,8 @@ class Speculator:
 
     def _may_rest(self) -> bool:
         """Whether decoding stays plain until the next look."""
-        may = self.costs.table is not None or self._fruitless >= MOST_FRUITLESS
+        # Without any draft costs stay unknown.
+        may = self.costs.table is not None or self._fruitless >= 16
         return may and self.planner.may_stop and self.planner.current == OFF
 
     def _verified(self) -> Collection[str]:

@@ -22,8 +22,6 @@ TOKENS_PER_MATCH = 2
 KINDS = ((12, 1), (8, 1), (6, 1), (4, 1), (3, 1), (5, 0), (4, 0), (3, 0), (2, 1), (2, 0), (1, 1))
 """(tokens, 1: of the group's texts, 0: of all), by preference. Those of all beyond 5 gained less than 0.5 % of
 accept_length."""
-VOTES = 16
-"""Texts that went on as the remembered one did outvote at most so many later ones that did not."""
 AT_ONCE = 1 << 15
 """Tokens that wait to be entered together, at most."""
 FIRST_BITS = 14
@@ -195,7 +193,8 @@ class SuffixDrafter(Drafter):
         held = self._place.take(slot) * (self._key.take(slot) == key)
         votes = self._votes.take(slot) + np.where(self._token.take(held) == token, 1, -1)
         is_new = (held == 0) | (votes < 0)
-        self._votes[slot] = np.where(is_new, 0, np.minimum(votes, VOTES))
+        # However many texts went on as the remembered one did, 17 later ones that did not outvote them.
+        self._votes[slot] = np.where(is_new, 0, np.minimum(votes, 16))
         slot = slot[is_new]
         self._key[slot], self._place[slot] = key[is_new], place[is_new]
 
