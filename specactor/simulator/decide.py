@@ -35,10 +35,6 @@ class Policy:
     reconfigure: bool = True  # mode auto: windows and modes of requests follow what is seen of their acceptance
     fastest: bool = True  # mode auto: engines that ran dry draft for the others
 
-    def __post_init__(self) -> None:
-        assert self.max_window >= 1, self
-        assert self.window >= 0, self
-
 
 def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
     """Return the fastest plan of the policy's mode. Raises PlanError for none."""

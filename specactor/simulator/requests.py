@@ -55,11 +55,6 @@ class Method:
     drift: float = 0.0  # share of the acceptance that is lost per 1,000 tokens of a response
     staleness: float = 0.0  # share of the acceptance lost per policy version since the refresh
 
-    def __post_init__(self) -> None:
-        shares = (self.rate, self.decay, self.drift, self.staleness)
-        if not all(0 <= share <= 1 for share in shares) or self.spread < 0:
-            raise PlanError(f"method: got {self}, expected shares in 0..1 and a spread >= 0.")
-
     def positions(self, window: int) -> Floats:
         """Return [window] acceptances of the median request, fresh."""
         return self.rate * self.decay ** np.arange(window, dtype=np.float64)
@@ -82,11 +77,6 @@ class World:
     drafter_start_s: float = 2.0  # until a dry engine can draft for others: weights, prefixes
     jitter: float = 0.0  # standard deviation of the logarithm of engines' slowness: stragglers
     alike: float = 0.5  # how often methods are right together: see `combined`
-
-    def __post_init__(self) -> None:
-        least = min(self.start_s, self.host_s, self.replan_s, self.rollback_s, self.drafter_start_s, self.jitter)
-        if least < 0 or not 0 <= self.alike <= 1:
-            raise PlanError(f"world: got {self}, expected seconds and jitter >= 0, and alike in 0..1.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
