@@ -33,15 +33,13 @@ from specactor.types import RolloutRequest, ScoredGroup, Trajectory, VersionSpan
 if TYPE_CHECKING:  # it imports Megatron
     from specactor.trainer.policy import TrainStats
 
-UNPICKED = {"float32": 0.0, "bfloat16": 1e-4}
-"""Share of tokens that their noise may not pick, by dtype: kernels differ."""
+UNPICKED = {"float32": 0.0, "bfloat16": 1e-4}  # share of tokens that their noise may not pick, by dtype: kernels differ
 SHARE = 0.005  # of the seconds of steps, for audits; one may take twice what was predicted
 RESPONSES = 64  # looked at together, at most
 CONTEXT = 2**14  # tokens that these have, at most: what is before a part is read again
 
 
-Part = tuple[Trajectory, int]
-"""A response, and from which of its tokens on it is generated again."""
+Part = tuple[Trajectory, int]  # a response, and from which of its tokens on it is generated again
 
 
 class Audit:

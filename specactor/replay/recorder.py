@@ -48,8 +48,7 @@ class StepRecorder:
     _: KW_ONLY
     trainer: PolicyTrainer
     collective: Collective
-    written_bytes: int = 0
-    """By the last step, on rank 0."""
+    written_bytes: int = 0  # by the last step, on rank 0
 
     def started(self, step: int, data: object) -> None:
         """Record what the run starts with, unless that step has its record. Collective. `data`: where the data stream

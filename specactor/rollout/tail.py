@@ -17,8 +17,7 @@ from specactor.rollout.speculation.drafter_set import ABSENT
 
 ASK_EVERY_S = 0.1  # events come by the hundred per second, and all requests are looked at
 NOTICE_ROUNDS = 2.0**ABSENT  # until an engine that found no drafter looks for one again
-Running = Iterable[tuple[int, int]]
-"""Tokens emitted, and at most, of each running request."""
+Running = Iterable[tuple[int, int]]  # tokens emitted, and at most, of each running request
 
 
 def is_worth_waking(waking_rounds: float, running: Running, finished: Iterable[int]) -> bool:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 Group = list[RolloutRequest]
 
-MAX_ASKED = 16
-"""Lists of other ranks that one with room looks at before it takes from the longest."""
+MAX_ASKED = 16  # lists of other ranks that one with room looks at before it takes from the longest
 
 
 def held_back(requests: Sequence[RolloutRequest], *, engines: int, slots: int) -> dict[int, list[Group]]:
@@ -45,20 +44,14 @@ class Waiting:
 
     lists: Mapping[int, Sequence[Group]]
     """By engine of the job. Its own rank takes from the front, others from the end, once their own lists are empty."""
-    own: Collection[int]
-    """Engines of this rank."""
-    slots: int
-    """Requests that an engine runs at once."""
+    own: Collection[int]  # engines of this rank
+    slots: int  # requests that an engine runs at once
     store: Store
     prefix: str
-    begin: Callable[[Sequence[RolloutRequest]], object] = lambda requests: None
-    """Sees requests before they are given."""
-    num_moved: int = 0
-    """Groups that this rank took of others."""
-    _fronts: Counter[int] = field(default_factory=Counter)
-    """Groups taken from the front of each of this rank's lists."""
-    _over: set[int] = field(default_factory=set)
-    """Lists that are known to be empty."""
+    begin: Callable[[Sequence[RolloutRequest]], object] = lambda requests: None  # sees requests before they are given
+    num_moved: int = 0  # groups that this rank took of others
+    _fronts: Counter[int] = field(default_factory=Counter)  # groups taken from the front of each of this rank's lists
+    _over: set[int] = field(default_factory=set)  # lists that are known to be empty
 
     def without(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
         """Return the requests that are sent at once."""

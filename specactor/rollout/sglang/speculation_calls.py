@@ -22,12 +22,10 @@ from specactor.rollout.speculation.speculator import Speculator
 CONFIGURE = f"{__name__}:configure"
 """Rank call: speculate like this `SpeculationConfig` (JSON) from the next round on. For `specactor profile`, tests and
 benchmarks; a run's setting comes by `SPECULATION`."""
-REPORT = f"{__name__}:report"
-"""Rank call: `Counts` per drafter since the last one, of rank 0."""
+REPORT = f"{__name__}:report"  # rank call: `Counts` per drafter since the last one, of rank 0
 TRACE = f"{__name__}:trace"
 """Rank call: the spans recorded since the last one, of rank 0, as MessagePack. Payload: "on" or "off", from now on."""
-ROUNDS = f"{__name__}:rounds"
-"""Rank call: `Rounds` since `CONFIGURE`, of rank 0."""
+ROUNDS = f"{__name__}:rounds"  # rank call: `Rounds` since `CONFIGURE`, of rank 0
 SPECULATION = "SPECACTOR_SPECULATION"
 """Environment variable by which an engine's processes get the configuration that they start with."""
 DRAFTERS = "SPECACTOR_DRAFTERS"

@@ -24,27 +24,18 @@ from numpy.typing import NDArray
 from specactor.errors import DataError, PlanError
 from specactor.rollout.speculation.windows import OFF
 
-VERSION = 1
-"""Version of the file; a table of another one is refused: it may mean something else."""
+VERSION = 1  # version of the file; a table of another one is refused: it may mean something else
 Number = TypeVar("Number", float, NDArray[np.float64])
 Point = tuple[int, int, float]
 """A measured round: (requests, total, seconds). `total` is rows of a verify, or requests * window of a draft."""
-MAX_NODES = 12
-"""Most points of a fitted axis: ragged rounds have a different number of tokens per request each."""
-BOUNDS = (0.25, 4.0)
-"""Bounds of a correction: what is further off is a stall, or a table of another machine."""
-RATIOS = 31
-"""Rounds of a kind whose median is its correction."""
-MIN_RATIOS = 5
-"""Fewest rounds of a kind for a correction: a median of fewer follows single stalls."""
-MAX_POINTS = 1024
-"""Rounds of each kind that are remembered."""
-FIRST_FIT = 12
-"""Rounds before the first fit."""
-TRIED = (0, 2, 4, 1)
-"""Windows to try, in turns, while there is no table; those beyond the largest are cut to it."""
-METHOD = "decoupled"
-"""Name of the draft method of drafter processes."""
+MAX_NODES = 12  # most points of a fitted axis: ragged rounds have a different number of tokens per request each
+BOUNDS = (0.25, 4.0)  # bounds of a correction: what is further off is a stall, or a table of another machine
+RATIOS = 31  # rounds of a kind whose median is its correction
+MIN_RATIOS = 5  # fewest rounds of a kind for a correction: a median of fewer follows single stalls
+MAX_POINTS = 1024  # rounds of each kind that are remembered
+FIRST_FIT = 12  # rounds before the first fit
+TRIED = (0, 2, 4, 1)  # windows to try, in turns, while there is no table; those beyond the largest are cut to it
+METHOD = "decoupled"  # name of the draft method of drafter processes
 REMEASURE = "Measure the table again."
 
 
@@ -56,8 +47,7 @@ class Grid:
 
     requests: tuple[float, ...]
     per_request: tuple[float, ...]
-    seconds: tuple[tuple[float, ...], ...]
-    """[requests][per_request]"""
+    seconds: tuple[tuple[float, ...], ...]  # [requests][per_request]
 
     def __post_init__(self) -> None:
         for name, axis in (("requests", self.requests), ("per_request", self.per_request)):
@@ -131,8 +121,7 @@ class Grid:
 class ProcessCosts:
     """Seconds of drafting in a process of its own; grids over (requests, 1)."""
 
-    token_s: Grid
-    """From one token of each request to the next, its loop and messages included (`decoupled.spec.Work`)."""
+    token_s: Grid  # from one token of each request to the next, its loop and messages included (`decoupled.spec.Work`)
     ahead_s: Grid
     """On the engine, of a round beside the verify, without waits for drafts: hearing the process, and what the process
     takes from the engine."""
@@ -146,14 +135,10 @@ class CostTable:
     model: str
     device: str
     date: str
-    verify: Grid
-    """A target forward over `per_request` tokens of each request."""
-    plain: Grid
-    """A decode step without speculation."""
-    drafters: Mapping[str, Grid]
-    """Drafting `per_request` tokens for each request, by drafter."""
-    process: ProcessCosts | None = None
-    """Costs of a drafter process (METHOD), if one was measured."""
+    verify: Grid  # a target forward over `per_request` tokens of each request
+    plain: Grid  # a decode step without speculation
+    drafters: Mapping[str, Grid]  # drafting `per_request` tokens for each request, by drafter
+    process: ProcessCosts | None = None  # costs of a drafter process (METHOD), if one was measured
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -256,8 +241,7 @@ class Correction:
 
     def __init__(self) -> None:
         self._ratios: dict[str, deque[float]] = {}
-        self._factors: dict[str, float] = {}
-        """Cache of `factor`, by kind."""
+        self._factors: dict[str, float] = {}  # cache of `factor`, by kind
 
     def observe(self, kind: str, *, predicted_s: float, measured_s: float) -> None:
         """Note a round. `predicted_s` is the table's, without this correction."""
@@ -282,14 +266,11 @@ class OnlineCosts:
     def __init__(self, table: CostTable | None = None) -> None:
         self._given = table
         self.correction = Correction()
-        self.plain: deque[Point] = deque(maxlen=MAX_POINTS)
-        """Rounds on the engine's plain path."""
-        self.verifies: deque[Point] = deque(maxlen=MAX_POINTS)
-        """Other rounds, also those in which nobody had a draft."""
+        self.plain: deque[Point] = deque(maxlen=MAX_POINTS)  # rounds on the engine's plain path
+        self.verifies: deque[Point] = deque(maxlen=MAX_POINTS)  # other rounds, also those in which nobody had a draft
         self.drafts: dict[str, deque[Point]] = {}
         self._rounds = 0
-        self._sizes: set[int] = set()
-        """Numbers of requests that were seen, one of each magnitude."""
+        self._sizes: set[int] = set()  # numbers of requests that were seen, one of each magnitude
         self._next_fit = FIRST_FIT
         self._use(table)
 

@@ -19,12 +19,9 @@ from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.verification import Decision, Drafts, common, existing
 from specactor.rollout.speculation.windows import OFF
 
-FAILURES = 3
-"""A drafter that raised this often is not asked again."""
-LOOK_TRIALS = 8.0
-"""Trials that earlier evidence about acceptance is worth when a look brings new."""
-ABSENT = 5
-"""While no drafter is there, one is looked for every 2, 4, 8, .. 2**ABSENT rounds."""
+FAILURES = 3  # a drafter that raised this often is not asked again
+LOOK_TRIALS = 8.0  # trials that earlier evidence about acceptance is worth when a look brings new
+ABSENT = 5  # while no drafter is there, one is looked for every 2, 4, 8, .. 2**ABSENT rounds
 
 _LOG = logging.getLogger(__name__)
 _Kind = Literal["text", "model"]
@@ -50,13 +47,10 @@ class DrafterSet:
         decides: bool = True,
     ) -> None:
         self.config = config
-        self.vocab_size: int | None = None
-        """Tokens from this one on do not exist; None: all do."""
+        self.vocab_size: int | None = None  # tokens from this one on do not exist; None: all do
         self.drafters = {drafter.name: drafter for drafter in drafters}
-        self.there = set(self.drafters)
-        """Those that can have drafts, as of the last `find`."""
-        self._by_kind: dict[_Kind, list[Drafter]] = {"text": [], "model": []}
-        """Those that are told."""
+        self.there = set(self.drafters)  # those that can have drafts, as of the last `find`
+        self._by_kind: dict[_Kind, list[Drafter]] = {"text": [], "model": []}  # those that are told
         for drafter in drafters:
             if decides or not drafter.drafts_first:
                 self._by_kind[_kind(drafter)].append(drafter)
@@ -64,10 +58,8 @@ class DrafterSet:
         self._failures = dict.fromkeys(self.drafters, 0)
         self._problems: set[str] = set()
         self._running: dict[str, _Request] = {}
-        self._versions: dict[str, int] = {}
-        """Each drafter's version, as of the last `find`."""
-        self._missed = 0
-        """Times in a row that none was there."""
+        self._versions: dict[str, int] = {}  # each drafter's version, as of the last `find`
+        self._missed = 0  # times in a row that none was there
 
     # ------------------------------------------------------------------------------------- what drafters are told
 

@@ -16,8 +16,7 @@ from specactor.rollout.speculation.probing import Seen
 from specactor.rollout.speculation.verification import Credit, Decision, common, credits_of
 from specactor.rollout.speculation.windows import OFF
 
-NEW_WEIGHTS_WEIGHT = 0.5
-"""Weight of earlier evidence once the weights of the policy, or of a drafter, have changed."""
+NEW_WEIGHTS_WEIGHT = 0.5  # weight of earlier evidence once the weights of the policy, or of a drafter, have changed
 
 
 class Estimates:

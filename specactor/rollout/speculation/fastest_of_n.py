@@ -17,8 +17,7 @@ from specactor.rollout.speculation.acceptance import Floats
 from specactor.rollout.speculation.verification import Drafts, common, held
 from specactor.rollout.speculation.windows import OFF
 
-MOST_REQUESTS = 16
-"""Requests with further drafts in a round, at most: each takes 0.1 ms to look at."""
+MOST_REQUESTS = 16  # requests with further drafts in a round, at most: each takes 0.1 ms to look at
 
 
 def further(
@@ -96,12 +95,9 @@ def survivals(
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
     drafts: Drafts
-    survivals: list[list[float]]
-    """Per request, of all its draft tokens, falling."""
-    owners: list[list[str]]
-    """Per request, whose these tokens are."""
-    shared: dict[str, list[int]]
-    """Per drafter and request, tokens that an earlier draft has, too."""
+    survivals: list[list[float]]  # per request, of all its draft tokens, falling
+    owners: list[list[str]]  # per request, whose these tokens are
+    shared: dict[str, list[int]]  # per drafter and request, tokens that an earlier draft has, too
 
     def chosen(self, windows: Sequence[int]) -> Drafts:
         owners = [of_request[:window] for of_request, window in zip(self.owners, windows, strict=True)]

@@ -35,17 +35,14 @@ from specactor.rollout.speculation.windows import (
     whole_drafts,
 )
 
-ENTRY_MARGIN = 0.05
-"""Share by which drafting must be faster to begin: predictions err, and drafters have to catch up."""
+ENTRY_MARGIN = 0.05  # share by which drafting must be faster to begin: predictions err, and drafters have to catch up
 MARGIN = 0.1
 """Tokens per round by which another drafter must promise more before a request changes; a share while there is no
 pace."""
 USUAL_ROUNDS = 8
 """Rounds over which is averaged what drafters elsewhere promise: one that stopped is left within six times as many."""
-PER_REQUEST = "per request"
-"""Name of the option in which each request has its own drafter."""
-FASTEST = "fastest of N"
-"""Name of the option in which some requests have several."""
+PER_REQUEST = "per request"  # name of the option in which each request has its own drafter
+FASTEST = "fastest of N"  # name of the option in which some requests have several
 
 
 class Planner:

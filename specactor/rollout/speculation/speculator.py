@@ -21,8 +21,7 @@ from specactor.rollout.speculation.verification import Decision, Drafts
 from specactor.rollout.speculation.windows import OFF
 from specactor.trace import Recorder
 
-LOOKED_AT = 16
-"""Requests that drafters which draft ahead hear of for a look: each is work for them as long as it runs."""
+LOOKED_AT = 16  # requests that drafters which draft ahead hear of for a look: each is work for them as long as it runs
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,10 +46,8 @@ class Speculator:
         self._looks = Looks()
         self._back_off = BackOff()
         self.recorder = Recorder()
-        self._fruitless = 0
-        """Rounds in a row that asked for drafts and had none, before costs were known."""
-        self._is_behind = False
-        """Whether drafters were not told of the last round."""
+        self._fruitless = 0  # rounds in a row that asked for drafts and had none, before costs were known
+        self._is_behind = False  # whether drafters were not told of the last round
         self._is_steady = False
         """Whether drafters have nothing to catch up with, so that the round's seconds are usual ones."""
         self._decision = Decision(drafter=OFF, windows=[], drafts=[])

@@ -22,10 +22,8 @@ TOKENS_PER_MATCH = 2
 KINDS = ((12, 1), (8, 1), (6, 1), (4, 1), (3, 1), (5, 0), (4, 0), (3, 0), (2, 1), (2, 0), (1, 1))
 """(tokens, 1: of the group's texts, 0: of all), by preference. Those of all beyond 5 gained less than 0.5 % of
 accept_length."""
-AT_ONCE = 1 << 15
-"""Tokens that wait to be entered together, at most."""
-FIRST_BITS = 14
-"""Of the table's size, which grows to at least 16 n-grams per token."""
+AT_ONCE = 1 << 15  # tokens that wait to be entered together, at most
+FIRST_BITS = 14  # of the table's size, which grows to at least 16 n-grams per token
 _N = max(n for n, _ in KINDS)
 _LENGTH_K = np.array([n for n, _ in KINDS])
 _OWN_K = np.array([own for _, own in KINDS], dtype=np.uint64)

@@ -18,21 +18,16 @@ from numpy.typing import NDArray
 from specactor.rollout.speculation.verification import Drafts
 
 OFF = "off"
-CHANGE_MARGIN = 0.02
-"""Share by which another drafter must be faster than the current one."""
+CHANGE_MARGIN = 0.02  # share by which another drafter must be faster than the current one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    windows: tuple[int, ...]
-    """Draft tokens to verify of each request; 0: a plain step."""
-    emitted: float
-    """Tokens of all requests together."""
+    windows: tuple[int, ...]  # draft tokens to verify of each request; 0: a plain step
+    emitted: float  # tokens of all requests together
     round_s: float
-    drafter: str = ""
-    """As `choose` names it; OFF for plain decoding."""
-    reason: str = ""
-    """For logs: "off: 512 tok/s; suffix 498"."""
+    drafter: str = ""  # as `choose` names it; OFF for plain decoding
+    reason: str = ""  # for logs: "off: 512 tok/s; suffix 498"
 
     @property
     def tokens_per_s(self) -> float:
@@ -42,8 +37,7 @@ class Choice:
 @dataclass(frozen=True, kw_only=True)
 class Option:
     choice: Choice
-    factor: float = 1.0
-    """Measured over predicted seconds of such rounds."""
+    factor: float = 1.0  # measured over predicted seconds of such rounds
     usual: float = 0.0
     """Tokens per second of such rounds on average, where drafts that are missing come in the next round."""
     verified: Callable[[Sequence[int]], Drafts] | None = None
