@@ -117,11 +117,6 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         self.wake_s = rested.wake_s or self.wake_s
         return rested.asleep
 
-    def stop(self) -> None:
-        if self.started is None:
-            self.kill()
-        super().stop()
-
     def has_started(self) -> bool:
         return self.started is not None
 

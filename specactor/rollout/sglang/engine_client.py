@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -79,27 +79,25 @@ class Engine(ChildProcess[FromEngine]):
         on_finished: Callable[[Trajectory], None] | None = None,
         on_progress: Callable[[RolloutRequest, Trajectory], None] | None = None,
         report_tokens: int = 0,
-        timeout_s: float | None = None,
     ) -> list[Trajectory]:
         """Return responses in the order of `requests`; callbacks run in the caller's thread.
 
         `on_progress` sees what a request has after every `report_tokens` tokens, without experts.
 
         Raises ChildDied when the engine dies or shows no progress for `EngineConfig.request_timeout_s`, and
-        EngineError, the engine being unharmed, when a request cannot be served or `timeout_s` for all is over.
+        EngineError, the engine being unharmed, when a request cannot be served.
         """
         if not requests:
             return []
         if self.ready is None:
             raise EngineError(f"{self.name} is not ready. Call wait_ready first.")
         check_servable(requests, self.spec, self.ready)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         finished: dict[int, Trajectory] = {}
         running: dict[int, _Parts] = {}
         bare = [resume.bare(request) for request in requests]
         with self.call(Generate(requests=bare, report_tokens=report_tokens)) as call:
             while True:
-                message = self._next(call, deadline)
+                message = self._next(call)
                 if isinstance(message, Done):
                     break
                 if isinstance(message, Failed):
@@ -179,28 +177,14 @@ class Engine(ChildProcess[FromEngine]):
         """Take all other memory again."""
         self._do(Command(verb="resume_memory"))
 
-    def stop(self) -> None:
-        if self.ready is None:
-            self.kill()
-        super().stop()
-
-    def _next(self, call: Call[FromEngine], deadline: float | None) -> FromEngine:
-        """Return the next message, bounded by progress and by the deadline."""
-        patience = self.spec.config.request_timeout_s
-        began = time.monotonic()
-        left = float("inf") if deadline is None else deadline - began
-        while True:
-            quiet = time.monotonic() - max(began, self.moved_s)  # it may wait for others of this engine
-            gone = time.monotonic() - began
-            try:
-                return call.next(min(patience - quiet, left - gone))
-            except TimeoutError:
-                gone = time.monotonic() - began
-            if gone >= left:
-                self.abort()
-                raise EngineError(f"{self.name}: generation was not over in time and was aborted")
-            if time.monotonic() - max(began, self.moved_s) >= patience:
-                raise self._given_up(f"made no progress for {patience:g} s and was ended.")
+    def _next(self, call: Call[FromEngine]) -> FromEngine:
+        """Return the next message; an engine that makes no progress is ended (ChildDied)."""
+        patience, began = self.spec.config.request_timeout_s, time.monotonic()
+        # It may wait for others of this engine.
+        while (left := patience - (time.monotonic() - max(began, self.moved_s))) > 0:
+            with suppress(TimeoutError):
+                return call.next(left)
+        raise self._given_up(f"made no progress for {patience:g} s and was ended.")
 
     def _do(self, message: Command) -> None:
         answer = self._ask(message, _COMMAND_TIMEOUT_S)
