@@ -59,12 +59,11 @@ class Engine:
         self._new = 0
 
     def admit(self, room: int | None) -> None:
+        """Take those for which there is room. New requests do what most do, the first what was planned."""
         most = len(self.waiting) if room is None else min(len(self.waiting), max(0, room - len(self.running)))
-        if most:
-            self._take(np.array([self.waiting.popleft() for _ in range(most)], np.int64))
-
-    def _take(self, new: Ints) -> None:
-        """Let new requests do what most do, the first what was planned."""
+        if not most:
+            return
+        new = np.array([self.waiting.popleft() for _ in range(most)], np.int64)
         plan, of = self.decider.plan, self.decision
         mode, window = MODES.index(plan.mode), plan.window
         if len(self.running):

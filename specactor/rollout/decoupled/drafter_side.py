@@ -96,11 +96,6 @@ class Mirror:
         return self.num_ahead + sum(map(len, self.branches.values()))
 
     @property
-    def most_held(self) -> int:
-        """Return the most tokens that it may hold before the next commit."""
-        return len(self.opening.prompt_ids) + self.committed + AHEAD * self.window
-
-    @property
     def wants_token(self) -> bool:
         return self.complete and not self._stuck and self._room > 0
 
@@ -426,7 +421,8 @@ class MirroredRequests:
     # ---------------------------------------------------------------------------------------------------- the bound
 
     def _account(self, mirror: Mirror) -> None:
-        size = mirror.most_held
+        # The most tokens that it may hold before the next commit.
+        size = len(mirror.opening.prompt_ids) + mirror.committed + AHEAD * mirror.window
         self._reserved += size - mirror.reserved
         mirror.reserved = size
         while self._reserved > self.max_tokens:

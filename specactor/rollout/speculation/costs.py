@@ -361,7 +361,7 @@ class OnlineCosts:
                 CostTable.fit(
                     self.verifies,
                     plain=self.plain,
-                    drafters={name: points for name, points in self.drafts.items() if _varied(points)},
+                    drafters={name: of for name, of in self.drafts.items() if len({point[:2] for point in of}) > 1},
                 )
             )
         except PlanError:
@@ -433,7 +433,3 @@ def _fit_line(points: Sequence[Point]) -> tuple[float, float, float]:
                 full[term] = value
             best, best_error = (full[0], full[1], full[2]), error
     return best
-
-
-def _varied(points: Sequence[Point] | deque[Point]) -> Sequence[Point] | deque[Point]:
-    return points if len({point[:2] for point in points}) > 1 else ()

@@ -15,7 +15,7 @@ from typing import Literal
 
 from specactor.config import SpeculationConfig
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.estimates import Estimates
+from specactor.rollout.speculation.estimates import NEW_WEIGHTS_WEIGHT, Estimates
 from specactor.rollout.speculation.verification import Decision, Drafts, common, existing
 from specactor.rollout.speculation.windows import OFF
 
@@ -121,7 +121,7 @@ class DrafterSet:
                 there.add(name)
                 version = drafter.version
                 if version > self._versions.setdefault(name, version):
-                    self._estimates.drafter_changed(name)
+                    self._acceptance[name].new_version(NEW_WEIGHTS_WEIGHT)
                 self._versions[name] = version
             elif drafter.expects:
                 asked.add(name)

@@ -37,9 +37,6 @@ class Estimates:
         for model in (*self.acceptance.values(), *self.after.values()):
             model.new_version(NEW_WEIGHTS_WEIGHT)
 
-    def drafter_changed(self, name: str) -> None:
-        self.acceptance[name].new_version(NEW_WEIGHTS_WEIGHT)
-
     def looked(self, looks: Mapping[str, Sequence[Seen]]) -> None:
         for name, seen in looks.items():
             ids, drafted, agreed, asked, sure = zip(*seen, strict=True)
