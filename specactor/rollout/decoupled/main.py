@@ -336,4 +336,4 @@ def _continuer(spec: DrafterSpec) -> tuple[Continuer, int]:
     from specactor.rollout.sglang.draft_backend import DraftBackend
 
     backend = DraftBackend.start(spec)
-    return backend, spec.kv_tokens or backend.max_tokens
+    return backend, backend.max_tokens
