@@ -187,7 +187,7 @@ class DrafterPool:
 
     def _sleeps(self, drafter: DrafterProcess, deadline: float) -> bool:
         """Return whether it sleeps in time, is gone, or may go on starting."""
-        if not drafter.has_started():
+        if drafter.started is None:
             return not (drafter.alive and self._on_gpus)
         return drafter.sleep(timeout_s=max(ANSWER_S, deadline - time.monotonic()))
 

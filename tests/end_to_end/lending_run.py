@@ -38,7 +38,7 @@ def main() -> int:
     def when_all_have_started(self: BorrowedDevices, *args: Any, **keywords: Any) -> None:
         create(self, *args, **keywords)
         deadline = time.monotonic() + START_LIMIT_S
-        while not all(d.has_started() for d in self._drafters.drafters if d.alive):
+        while not all(d.started is not None for d in self._drafters.drafters if d.alive):
             assert time.monotonic() < deadline, "a drafter does not start"
             time.sleep(0.05)
 

@@ -90,10 +90,10 @@ class DrafterProcess(ChildProcess[FromDrafter]):
 
     def wants(self, version: int) -> bool:
         """Return whether it could take this version, and has older weights."""
-        return self.alive and self.has_started() and not self._is_silent() and self.version < version
+        return self.alive and self.started is not None and not self._is_silent() and self.version < version
 
     def can_wake(self) -> bool:
-        return not self.awake and self.alive and self.has_started() and not self._is_silent()
+        return not self.awake and self.alive and self.started is not None and not self._is_silent()
 
     def wake(self) -> None:
         """Wake it, without waiting."""
@@ -117,12 +117,9 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         self.wake_s = rested.wake_s or self.wake_s
         return rested.asleep
 
-    def has_started(self) -> bool:
-        return self.started is not None
-
     def hangs(self, limit_s: float) -> bool:
         """Return whether an answer, or the start, is late by `limit_s`; ask for a sign of life when due."""
-        if not self.has_started():
+        if self.started is None:
             return time.monotonic() - self._began_s > self.spec.start_timeout_s + limit_s
         if not self.unanswered() and self.heard_s() >= SIGN_EVERY_S:
             self._sign = self._tell(Ask("alive"))
@@ -134,7 +131,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return not waited <= {self._sign} or self.silent_s() > SIGN_EVERY_S
 
     def _ask(self, question: ToDrafter, kind: type[_Answer], timeout_s: float) -> _Answer | str:
-        if not self.has_started():
+        if self.started is None:
             return "it has not started"
         if self._is_silent():
             return "it has not yet answered what it was asked before"

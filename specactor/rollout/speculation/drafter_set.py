@@ -8,7 +8,7 @@ counted and logged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
@@ -134,10 +134,6 @@ class DrafterSet:
 
     def expects(self) -> bool:
         return any(self.drafters[name].expects for name in self.there)
-
-    def expect_verifying(self, names: Container[str]) -> None:
-        for name, drafter in self.drafters.items():
-            drafter.is_verified = name in names
 
     # ------------------------------------------------------------------------------------------------ what is drafted
 

@@ -71,7 +71,11 @@ class Planner:
             if name in self._drafter_set.there:
                 choice = of_drafter(name, model, self._costs, sequences, caps, drafts.get(name), windows=self._windows)
                 found[name] = self._option(name, choice)
-        self._expect(found, requests)
+        plain_s = self._costs.plain_s(requests)
+        for name, option in found.items():
+            if self._drafter_set.drafters[name].drafts_ahead:
+                gain = self.usual_gain(name, tokens=option.choice.emitted / requests, rounds=option.round_s / plain_s)
+                found[name] = replace(option, usual=gain * requests / plain_s)
         ready = [name for name, lists in drafts.items() if any(lists)]
         later = [name for name in found if not self._drafter_set.drafters[name].drafts_first] if requests > 1 else []
         goes_further = self._config.fastest_of > 1 and self.may_stop
@@ -113,13 +117,6 @@ class Planner:
 
     def _option(self, kind: str, choice: Choice, verified: Callable[[Sequence[int]], Drafts] | None = None) -> Option:
         return Option(choice=choice, factor=self._costs.correction.factor(kind), verified=verified)
-
-    def _expect(self, found: dict[str, Option], requests: int) -> None:
-        plain_s = self._costs.plain_s(requests)
-        for name, option in found.items():
-            if self._drafter_set.drafters[name].drafts_ahead:
-                gain = self.usual_gain(name, tokens=option.choice.emitted / requests, rounds=option.round_s / plain_s)
-                found[name] = replace(option, usual=gain * requests / plain_s)
 
     def usual_gain(self, drafter: str, *, tokens: float, rounds: float) -> float:
         """Note a round's tokens per request and its seconds, in plain rounds. Returns the usual speed-up.

@@ -94,7 +94,9 @@ class Speculator:
         if self._may_rest() and not self._back_off.count_round(len(caps)):
             return False
         self.drafter_set.find()
-        self.drafter_set.expect_verifying(self._verified())
+        verified = self._verified()
+        for name, drafter in self.drafters.items():
+            drafter.is_verified = name in verified
         return bool(self.drafter_set.there)
 
     @property

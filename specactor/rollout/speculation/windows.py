@@ -83,7 +83,9 @@ def best_windows(
     num_requests = len(lengths)
     survival_N, row_N = _rows_in_order(survival_BW, lengths)
     num_rows = len(row_N)
-    depth_N = _depths(row_N, num_requests, drafted)
+    depth_N = row_N // num_requests  # to which each row must be drafted, from 0; -1: its draft is there
+    if any(drafted):
+        depth_N = np.where(np.array(drafted)[row_N % num_requests], -1, depth_N)
     verify_N1 = verify_N1[: num_rows + 1]
     assert verify_N1.min() > 0, verify_N1
     prices = _rising(draft_s, int(depth_N.max()) + 1 if num_rows else 0)
@@ -173,12 +175,6 @@ def _rows_in_order(
     survival_N = by_depth[row_N]
     assert not num_rows or (survival_N[0] <= 1.0 and survival_N[-1] >= 0.0), survival_N
     return survival_N, row_N
-
-
-def _depths(row_N: NDArray[np.intp], num_requests: int, drafted: Sequence[bool]) -> NDArray[np.intp]:
-    """Return the depth, from 0, to which each row must be drafted; -1: its draft is there."""
-    depth_N: NDArray[np.intp] = row_N // num_requests
-    return np.where(np.array(drafted)[row_N % num_requests], -1, depth_N) if any(drafted) else depth_N
 
 
 def _rising(draft_s: Callable[[int], float], depth: int) -> list[float]:
