@@ -23,7 +23,7 @@ def test_waking_takes_at_most_half_of_what_is_left() -> None:
     assert not is_worth_waking(91.0, [(20, 200)], ()), "it would wake too late"
     assert not is_worth_waking(10.0, [(190, 200)], ())
     assert not is_worth_waking(10.0, [(20, 200)], [30] * 9), "responses have not been that long"
-    assert is_worth_waking(10.0, [(20, 200)], [30] * 9 + [120])
+    assert is_worth_waking(10.0, [(20, 200)], [30, 30, 120])
     assert is_worth_waking(10.0, [(190, 200), (20, 200)], ()), "one is enough"
     assert not is_worth_waking(0.0, [], ()), "for nobody"
 
