@@ -27,7 +27,7 @@ from specactor.data.dataset import build_dataset
 from specactor.data.tokenizer import load_tokenizer
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.model_drafter import ModelDrafter
-from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, REPORT
+from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.trainer.drafter import command, init
@@ -94,9 +94,8 @@ def generated(engine: Engine, draft: Path, mode: str, requests: Sequence[Rollout
     counts = msgspec.json.decode(engine.rank_call(REPORT, b"", timeout_s=60)[0], type=dict[str, Counts])
     if mode == "off":
         return [1.0, 0.0, 0.0, speed], False
-    told = msgspec.json.decode(engine.rank_call(FIGURES, b"", timeout_s=60)[0], type=dict[str, dict[str, float]])
     own = counts["model"]
-    cpu_us = 1e6 * told["model"][CPU_S] / own.drafted
+    cpu_us = 1e6 * own.figures[CPU_S] / own.drafted
     return [own.emitted / own.verifies, cpu_us, float(own.drafted), speed], own.failures > 0
 
 

@@ -29,16 +29,15 @@ from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, DrafterAccess, local_endpoint
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, REPORT, TRACE
+from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT, TRACE
 from specactor.rollout.speculation.costs import Grid
-from specactor.rollout.speculation.counters import Counts, Figures
+from specactor.rollout.speculation.counters import Counts
 from specactor.trace import Span
 from specactor.types import RolloutRequest, SamplingParams
 
 TINY = TinyModelConfig(num_layers=1, hidden_size=64, num_experts=2, expert_size=32)
 MAX_WINDOW = 8
 PROMPT_TOKENS = 16
-LIMIT_S = 300.0
 TURNS = 3  # of a contestant, of which the first counts that was not disturbed
 T = TypeVar("T")
 MUCH = 0.05  # share of passes that may have computed for more than half of their time: stalls of the machine
@@ -139,10 +138,7 @@ class Devices:
             engine.flush()
         with ThreadPoolExecutor(len(engines)) as threads:
             began_s = time.perf_counter()
-            futures = [
-                threads.submit(engine.generate, part, timeout_s=LIMIT_S)
-                for engine, part in zip(engines, parts, strict=True)
-            ]
+            futures = [threads.submit(engine.generate, part) for engine, part in zip(engines, parts, strict=True)]
             done = [response for future in futures for response in future.result()]
             seconds = time.perf_counter() - began_s
         for response in done:
@@ -194,10 +190,6 @@ class Devices:
             report = msgspec.json.decode(engine.rank_call(REPORT, b"", timeout_s=60)[0], type=dict[str, Counts])
             total = sum(report.values(), total)
         return total
-
-    def figures(self) -> dict[str, float]:
-        answer = self.engines[0].rank_call(FIGURES, b"", timeout_s=60)[0]
-        return msgspec.json.decode(answer, type=Figures).get("decoupled", {})
 
     def trace(self, *, on: bool) -> list[Span]:
         """Return the spans of the first engine since the last call."""

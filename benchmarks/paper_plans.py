@@ -17,12 +17,11 @@ import numpy as np
 from benchmarks.paper_algorithms import PaperCosts, PaperPlan, plan, tgs_coupled
 from benchmarks.results import RESULTS, Result, publish
 from specactor.planning.model_shapes import SHAPES
-from specactor.planning.plans import Candidates, Cluster, Mode, RolloutPlan, coupled_tokens
+from specactor.planning.plans import Candidates, Cluster, Mode, RolloutPlan, coupled_tokens, ready
 from specactor.planning.rooflines import DEVICES, Attained, device, from_figures
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
-from specactor.rollout.speculation.decoupled_rounds import ready
 
 GPUS = 256
 CONTEXT = 4096

@@ -28,7 +28,6 @@ from benchmarks.results import Result, publish
 from benchmarks.speculation_speed import (
     BUILTINS,
     GROUP_SIZE,
-    LIMIT_S,
     OURS,
     Contestant,
     Work,
@@ -62,7 +61,7 @@ def profiles(players: Sequence[Contestant], todo: Sequence[Work]) -> Iterator[tu
             player.engine.rank_call(server.PROFILE, b"begin", timeout_s=60)
             for phase in fixed.phases:
                 for requests in fixed.calls(phase):
-                    player.engine.generate(requests, timeout_s=LIMIT_S)
+                    player.engine.generate(requests)
             [answer] = player.engine.rank_call(server.PROFILE, b"end", timeout_s=60)
             yield player.name, work.batch, msgspec.json.decode(answer, type=server.Profile)
 

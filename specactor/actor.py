@@ -65,7 +65,6 @@ class SpecActor:
         self.rollouts.take_stats(trace=traced)  # what follows is counted from here
         groups = self.rollouts.collect(self.steps_done)
         rollout = self.rollouts.take_stats()
-        self.pool.update_wake_belief(rollout.counts)
         audited = self.audit.look(step, self.version, groups, step_s=self._step_s)
         batch = self.learnable(groups)
         if self.distillation is not None:  # the draft model learns from all of them on every rank
@@ -201,7 +200,7 @@ class SpecActor:
         left = self.rollouts.left if rollout.oversample > 1 else None
         return (
             measurements.of_speculation(stats.counts)
-            | measurements.of_drafters(stats.figures, stats.drafter_work)
+            | measurements.of_drafters(stats.counts, stats.drafter_work)
             | measurements.of_tail(woken, moved, left, batch)
         )
 

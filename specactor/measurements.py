@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from specactor.errors import AgreementError
 from specactor.metrics import SPECULATION
 from specactor.rollout.resume import num_begun
-from specactor.rollout.speculation.counters import Counts, Figures
+from specactor.rollout.speculation.counters import Counts
 from specactor.trainer.advantages import informative
 from specactor.types import ScoredGroup, TrainSequence, Trajectory
 
@@ -145,12 +145,12 @@ def of_tail(
     return found
 
 
-def of_drafters(figures: Figures, work: Sequence[tuple[float, int]]) -> dict[str, float]:
+def of_drafters(counts: Mapping[str, Counts], work: Sequence[tuple[float, int]]) -> dict[str, float]:
     """`work` is (seconds of drafting, drops) of each drafter process."""
     own = {
         f"speculation/{drafter}/{name}": value
-        for drafter, counted in figures.items()
-        for name, value in counted.items()
+        for drafter, of in counts.items()
+        for name, value in of.figures.items()
         if name in SPECULATION
     }
     if not work:

@@ -50,7 +50,6 @@ from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.arguments import check_extra_args
 from specactor.rollout.sglang.engine_client import EngineSpec
 from specactor.rollout.speculation.registry import check_drafters
-from specactor.rollout.tail import tail_policy
 from specactor.run_folder import Replay, RunFolder, Status, changed_settings, checkpoint_to_resume
 from specactor.run_owner import RunOwner
 from specactor.trainer import checkpoint
@@ -257,9 +256,7 @@ def _start_engines(job: _Job, start: Path) -> tuple[EnginePool, DrafterPool]:
         note=job.progress.note,
     )
     engines = _own_engines(job, start, access_of)
-    pool = EnginePool(
-        engines, tail=tail_policy(config), drafters=drafters, restart_limit_s=config.parallel.timeout_s / 2
-    )
+    pool = EnginePool(engines, drafters=drafters, restart_limit_s=config.parallel.timeout_s / 2)
     return job.stack.enter_context(pool), drafters
 
 

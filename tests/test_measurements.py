@@ -16,7 +16,7 @@ from specactor import measurements
 from specactor.errors import AgreementError
 from specactor.metrics import METRICS, TAIL
 from specactor.rollout.resume import OpenGroup
-from specactor.rollout.speculation.counters import added_figures
+from specactor.rollout.speculation.counters import Counts, added
 from specactor.types import (
     Begun,
     FinishReason,
@@ -211,10 +211,9 @@ def test_rates_come_from_the_seconds_of_their_phase() -> None:
 
 
 def test_figures_of_drafters_and_the_utilisation_of_their_processes() -> None:
-    figures = added_figures(
-        [{"decoupled": {"drafted_ahead": 1.0, "stale_tails": 2.0}}, {"decoupled": {"drafted_ahead": 0.5}}]
-    )
-    seen = measurements.of_drafters(figures | {"mine": {"unheard_of": 3.0}}, [(1.0, 3), (2.0, 4)])
+    parts = [{"drafted_ahead": 1.0, "stale_tails": 2.0}, {"drafted_ahead": 0.5}]
+    counts = added({"decoupled": Counts(figures=figures)} for figures in parts)
+    seen = measurements.of_drafters(counts | {"mine": Counts(figures={"unheard_of": 3.0})}, [(1.0, 3), (2.0, 4)])
     assert seen == {
         "speculation/decoupled/drafted_ahead": 1.5,
         "speculation/decoupled/stale_tails": 2.0,

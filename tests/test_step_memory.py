@@ -85,8 +85,6 @@ class Engines:
 
     def set_version(self, version: int) -> None: ...
 
-    def update_wake_belief(self, counts: Any) -> None: ...
-
 
 class Trainer:
     routes_freely = False

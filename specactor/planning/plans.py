@@ -1,7 +1,7 @@
 """Plans of a rollout, the options for `search`, and tokens that rounds emit. PURE.
 
 Sizes are bytes, times seconds, counts devices, engines, requests or tokens. survival_j = P(the first j draft tokens are
-accepted). Shapes: S states, K windows 0..w.
+accepted). Shapes: B requests, W windows 1..w; S states, K windows 0..w.
 
 Invariants: a window of 0 is plain decoding, and nothing else is; no count, time or probability is out of range; a round
 emits at least 1 token, and no fewer when survivals rise; with a drafter that takes no time `running` has windows as
@@ -156,11 +156,27 @@ def _windows(token_s: Grid) -> Grid:
 
 
 SETTLED = 1e-4  # a round's seconds are found when they change by less than this share
-MAX_ITERATIONS = 50
 
 
 def coupled_tokens(survival: Sequence[float], window: int) -> float:
     return 1.0 + sum(survival[:window])
+
+
+def ready(survival_BW: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return [B][W]: the share of rounds that have a window, where they last until windows are there.
+
+    A request's window is there, or its drafter starts again from the commit, after a plain step.
+    """
+    # The position after the last one is accepted as often as the last.
+    last_B, before_B = survival_BW[:, -1], survival_BW[:, -2] if survival_BW.shape[1] > 1 else 1.0
+    beyond_B = np.divide(last_B * last_B, before_B, out=np.zeros_like(last_B), where=np.asarray(before_B) > 0)
+    onward_BW = np.column_stack([survival_BW[:, 1:], beyond_B])
+    returns_B = survival_BW[:, :1]
+    total_BW = returns_B + 1.0 - onward_BW
+    ready_BW: NDArray[np.float64] = np.divide(
+        np.broadcast_to(returns_B, total_BW.shape), total_BW, out=np.ones_like(total_BW), where=total_BW > 0
+    )
+    return ready_BW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +212,7 @@ def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
     assert pace.most >= 1, pace
     low_s, high_s = 0.0, float("inf")
     round_s = pace.round_s.at(pace.requests, 1.0)
-    for _ in range(MAX_ITERATIONS):
+    for _ in range(50):
         afresh = max(0.0, round_s - pace.message_s) / pace.token_s
         drafted = round_s / pace.token_s
         windows_K = there(survival, window, drafted=drafted, afresh=afresh, most=pace.most)

@@ -45,7 +45,7 @@ from specactor.rollout.drafter_start import Host, draft_shape, make_specs
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, ROUNDS, Rounds
 from specactor.rollout.speculation.costs import METHOD, CostTable, Point, ProcessCosts
-from specactor.rollout.speculation.registry import make_drafters
+from specactor.rollout.speculation.registry import check_drafters
 from specactor.types import RolloutRequest, SamplingParams
 
 # Its drafts fill their windows and are nearly always wrong, so that requests stay together in a timed verification.
@@ -98,7 +98,7 @@ def _check(config: Config) -> None:
             f"at most the {found} GPUs of this machine",
             "Profile on a machine with more.",
         )
-    make_drafters(speculation)
+    check_drafters(speculation)
 
 
 def _profiled(speculation: SpeculationConfig) -> SpeculationConfig:

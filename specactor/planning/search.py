@@ -28,12 +28,12 @@ from specactor.planning.plans import (
     coupled_tokens,
     fitting,
     from_table,
+    ready,
     running,
 )
 from specactor.rollout.decoupled.drafter_side import AHEAD
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import METHOD, CostTable, Grid
-from specactor.rollout.speculation.decoupled_rounds import ready
 from specactor.rollout.speculation.windows import OFF
 
 if TYPE_CHECKING:  # plans need no torch

@@ -33,17 +33,13 @@ from specactor.types import RolloutRequest, ScoredGroup, Trajectory, VersionSpan
 if TYPE_CHECKING:  # it imports Megatron
     from specactor.trainer.policy import TrainStats
 
-UNPICKED = {"float32": 0.0, "bfloat16": 1e-4}
-"""Share of tokens that their noise may not pick, by dtype: kernels differ."""
+UNPICKED = {"float32": 0.0, "bfloat16": 1e-4}  # share of tokens that their noise may not pick, by dtype: kernels differ
 SHARE = 0.005  # of the seconds of steps, for audits; one may take twice what was predicted
 RESPONSES = 64  # looked at together, at most
 CONTEXT = 2**14  # tokens that these have, at most: what is before a part is read again
-FEWEST_TOKENS = 16
-"""Least length of a part: shorter ones are not worth their prefill, and the time is saved up."""
 
 
-Part = tuple[Trajectory, int]
-"""A response, and from which of its tokens on it is generated again."""
+Part = tuple[Trajectory, int]  # a response, and from which of its tokens on it is generated again
 
 
 class Audit:
@@ -68,7 +64,7 @@ class Audit:
             return {}
         self._saved_s += SHARE * step_s
         tokens = self._affordable(groups)
-        if tokens < FEWEST_TOKENS:
+        if tokens < 16:  # shorter parts are not worth their prefill, and the time is saved up
             return {}
         with self.progress.phase("audit"):
             drawn = choose(groups, tokens, seed=self.config.seed, step=step, version=version)

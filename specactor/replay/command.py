@@ -231,8 +231,7 @@ def _print(found: Finding, console: Console) -> None:
 AROUND = 6  # tokens on each side of the place that the table has
 MARK = "mark { background: #f4c7c3; } .after { color: #8a93a0; } pre { margin: .3rem 0; }"
 
-Text = Callable[[Sequence[int]], str]
-"""Token ids -> what they say."""
+Text = Callable[[Sequence[int]], str]  # token ids -> what they say
 
 
 def text_of(config: Config) -> Text:

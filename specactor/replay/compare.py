@@ -17,10 +17,8 @@ from specactor.replay.records import BLOCK, RankWeights, SampleRecord, StepRecor
 Noise = Callable[[int, int, int], float]
 """(seed, position in the sequence, token) -> what the engine adds to the log-probability."""
 
-TIE = 1e-3
-"""Scores with noise that are closer may swap by rounding: float32 kernels differ by 1e-5."""
-TIE_OF_BFLOAT16 = 0.1
-"""The same, where log-probabilities differ by some hundredths from kernel to kernel."""
+TIE = 1e-3  # scores with noise that are closer may swap by rounding: float32 kernels differ by 1e-5
+TIE_OF_BFLOAT16 = 0.1  # the same, where log-probabilities differ by some hundredths from kernel to kernel
 TIES = "a kernel's tie"  # the cause of such a difference
 SOME = "arithmetic of engines"  # where few responses differ
 OTHER_LAYOUT = "another layout of ranks: gradients are summed in another order, which rounds otherwise"
@@ -51,10 +49,8 @@ class Finding:
     where: str  # the sample, token or tensor
     evidence: tuple[str, ...] = ()
     step: int = 0
-    pair: tuple[SampleRecord, SampleRecord] | None = None
-    """The sample in both runs, if it is a sample that differs."""
-    token: int | None = None
-    """Index of the sample's first token that differs, if known."""
+    pair: tuple[SampleRecord, SampleRecord] | None = None  # the sample in both runs, if it is a sample that differs
+    token: int | None = None  # index of the sample's first token that differs, if known
 
 
 def first_difference(

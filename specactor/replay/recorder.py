@@ -36,7 +36,6 @@ from specactor.trainer.policy import PolicyTrainer, TrainStats
 from specactor.types import ScoredGroup, TrainSequence, Trajectory
 from specactor.weights_sync.digest import digest
 
-WHOLE_EVERY = 16  # with `sampled`, of so many samples one is kept whole
 LIBRARIES = ("torch", "sglang", "megatron-core", "transformers", "mbridge", "triton", "transformer-engine", "numpy")
 
 
@@ -49,8 +48,7 @@ class StepRecorder:
     _: KW_ONLY
     trainer: PolicyTrainer
     collective: Collective
-    written_bytes: int = 0
-    """By the last step, on rank 0."""
+    written_bytes: int = 0  # by the last step, on rank 0
 
     def started(self, step: int, data: object) -> None:
         """Record what the run starts with, unless that step has its record. Collective. `data`: where the data stream
@@ -86,7 +84,7 @@ class StepRecorder:
         firsts = [0, *accumulate(1 + len(groups[g].trajectories[k].branches) for g, k in places)]
         advantages = [batch[first].advantage for first in firsts[:-1]] if batch else [0.0] * len(places)
         own = {
-            i: self._sample(groups[g], k, advantages[i], is_whole=is_suspect or (i + step) % WHOLE_EVERY == 0)
+            i: self._sample(groups[g], k, advantages[i], is_whole=is_suspect or (i + step) % 16 == 0)
             for i, (g, k) in enumerate(places)
             if is_here(groups[g].trajectories[k])
         }

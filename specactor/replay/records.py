@@ -19,8 +19,7 @@ from specactor.errors import DataError
 
 FORMAT = 1
 KEPT_STEPS = 2000  # newest steps whose records stay: a sampled step of 2,048 responses of 8k tokens takes 15 MB
-BLOCK = 32
-"""Tokens per digest: where tokens are not kept whole, a difference is located to so many."""
+BLOCK = 32  # tokens per digest: where tokens are not kept whole, a difference is located to so many
 _MAGIC = b"SPAR"
 
 
@@ -45,8 +44,7 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """If kept whole: response token ids (int32), their log-probabilities (float32), prompt token ids (int32)."""
     seeded: int | None = None
     """Tokens of an agent's first turn, whose noise is of `seed`; later turns have other seeds. None: all tokens."""
-    branches: int = 0
-    """Digest of an agent's further sequences; 0: none."""
+    branches: int = 0  # digest of an agent's further sequences; 0: none
 
     @classmethod
     def of(

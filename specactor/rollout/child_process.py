@@ -173,8 +173,8 @@ class ChildProcess(Generic[Answer]):
             self._process.wait(END_TIMEOUT_S)
 
     def stop(self) -> None:
-        """End it orderly, or else `kill` it."""
-        if self.alive:
+        """End it orderly, once it has started, or else `kill` it."""
+        if self.alive and self.answer_to_start is not None:
             self._outbox.put(None)  # the end of the stream is its sign to end
             self.reap()
         self.kill()

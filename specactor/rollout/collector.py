@@ -29,7 +29,7 @@ from specactor.rollout.grading import Grading
 from specactor.rollout.pool import EnginePool, RolloutOutcome
 from specactor.rollout.refill import Refill
 from specactor.rollout.requests import by_id, group_requests, held_out_requests, sampling_of
-from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
+from specactor.rollout.speculation.counters import Counts, added
 from specactor.rollout.waiting import Waiting, held_back
 from specactor.trace import Span
 from specactor.trainer.advantages import informative, shape_overlong
@@ -37,13 +37,11 @@ from specactor.types import DrawnProblem, Problem, RolloutRequest, ScoredGroup, 
 
 PHASES = ("rollout", "reward")
 OF_VERIFIER = re.compile(r"[^:]+: verifier \S+:")  # how a verifier's failure begins: its kind, then whose it is
-MAX_DRAWN = 4  # problems that dynamic sampling draws at most, per wanted group
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStats:
     counts: dict[str, Counts]  # per drafter; plain rounds stand under "off"
-    figures: Figures  # what drafters counted themselves
     drafter_work: list[tuple[float, int]]  # per process: seconds of drafting; frames, requests and connections dropped
     drafters_woken: int  # on devices of engines that had run dry
     groups_moved: int  # begun in place of another rank's, whose engines were full
@@ -57,7 +55,6 @@ class RolloutStats:
                 spans.setdefault(host, {}).update(processes)
         return cls(
             counts=added(part.counts for part in parts),
-            figures=added_figures(part.figures for part in parts),
             drafter_work=[work for part in parts for work in part.drafter_work],
             drafters_woken=sum(part.drafters_woken for part in parts),
             groups_moved=sum(part.groups_moved for part in parts),
@@ -141,7 +138,7 @@ class RolloutCollector:
         refill = Refill(
             want=want,
             ahead=ahead,
-            most=max(ahead, MAX_DRAWN * want),
+            most=max(ahead, 4 * want),
             size=rollout.group_size,
             requests_of=requests_of,
             problem_of=lambda request: drawn[request.group_id],
@@ -236,7 +233,6 @@ class RolloutCollector:
         spans = self.pool.trace(on=trace) if speculates and self.config.tracking.trace else {}
         return RolloutStats(
             counts=self.pool.speculation_counts() if speculates else {},
-            figures=self.pool.speculation_figures() if speculates else {},
             drafter_work=[(of.busy_s, sum(of.drops.values())) for of in work.values()],
             drafters_woken=woken,
             groups_moved=moved,

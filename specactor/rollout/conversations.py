@@ -32,7 +32,6 @@ from specactor.rollout.session import TURN, Parse, Session
 from specactor.types import Problem, RolloutRequest, Trajectory
 
 GRACE_S = 1.0  # beyond its time, until a call that ignores its cancellation is given up
-MAX_CHARACTERS_PER_TOKEN = 64  # longer observations, for the tokens that are left, are not even tokenized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +305,7 @@ class Conversations:
         room = request.sampling.max_new_tokens - len(so_far.token_ids)
         texts = [said] if isinstance(said, str) else [str(message["content"]) for message in said]
         ids = ()
-        if sum(map(len, texts)) <= MAX_CHARACTERS_PER_TOKEN * room:
+        if sum(map(len, texts)) <= 64 * room:  # longer ones are not even tokenized: no token is as long
             ids = chat.observation_ids(self._tokenizer, said, last_token=so_far.token_ids[-1])
         if not 0 < len(ids) < room:
             conversation.so_far = replace(so_far, finish_reason="length")

@@ -130,6 +130,11 @@ class DrafterPool:
         finally:
             self._settle()
 
+    @property
+    def can_lend(self) -> bool:
+        """Whether any sleeps on the device of an engine."""
+        return any(drafter.spec.engine is not None for drafter in self.drafters)
+
     def any_awake(self) -> bool:
         with self._lock:
             return any(drafter.awake and drafter.alive for drafter in self.drafters if drafter.spec.engine is not None)
@@ -182,7 +187,7 @@ class DrafterPool:
 
     def _sleeps(self, drafter: DrafterProcess, deadline: float) -> bool:
         """Return whether it sleeps in time, is gone, or may go on starting."""
-        if not drafter.has_started():
+        if drafter.started is None:
             return not (drafter.alive and self._on_gpus)
         return drafter.sleep(timeout_s=max(ANSWER_S, deadline - time.monotonic()))
 

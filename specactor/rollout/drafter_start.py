@@ -46,8 +46,7 @@ class Host:
         return tuple((index, device) for index, device in self.own_engines if shared[device] == 1)
 
 
-Offer = tuple[View, tuple[Address, ...]]
-"""A rank's host, and the drafters that it starts."""
+Offer = tuple[View, tuple[Address, ...]]  # a rank's host, and the drafters that it starts
 
 
 def make_specs(

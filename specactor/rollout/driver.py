@@ -23,11 +23,10 @@ from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.refill import Refill
 from specactor.rollout.session import TURN
 from specactor.rollout.sglang.engine_client import Engine
-from specactor.rollout.tail import BorrowedDevices, EngineLoad, WakeWhereItPays
+from specactor.rollout.tail import BorrowedDevices
 from specactor.rollout.waiting import Waiting
 from specactor.types import RolloutRequest, Trajectory
 
-POLL_S = 0.02  # between looks at what other ranks have found of their groups
 REPORT_TOKENS = 64  # an engine reports a running request every so many tokens
 
 
@@ -39,7 +38,6 @@ class Driver:
         engines: Sequence[Engine],
         *,
         notify: Callable[[Trajectory], None],
-        policy: WakeWhereItPays | None = None,
         report_tokens: int = REPORT_TOKENS,
         enough_groups: int | None = None,
         drafters: DrafterPool | None = None,
@@ -47,18 +45,19 @@ class Driver:
         refill: Refill | None = None,
         waiting: Waiting | None = None,
     ) -> None:
-        """Take engines that are ready. `policy` says when to wake one of `drafters` on an idle engine's device,
-        `conversations` what becomes of their responses; `refill` gives requests as groups become complete, `waiting`
-        groups as engines have room."""
+        """Take engines that are ready. `drafters` may be woken on idle engines' devices; `conversations` say what
+        becomes of their responses; `refill` gives requests as groups become complete, `waiting` groups as engines have
+        room."""
         self.done: dict[str, Trajectory] = {}
         # begun when there were enough groups; another rollout resumes them
         self.stopped: dict[str, RolloutRequest] = {}
         self._engines, self._notify = engines, notify
+        drafters = drafters if drafters is not None else DrafterPool([])
         # Also for an abort that came too early, see `_progressed`.
-        self._report_tokens = report_tokens if policy or refill or enough_groups is not None else 0
+        self._report_tokens = report_tokens if drafters.can_lend or refill or enough_groups is not None else 0
         self._enough, self._refill, self._waiting = enough_groups, refill, waiting
         self.added: list[RolloutRequest] = []  # by `refill` and `waiting`
-        self._borrowed = BorrowedDevices(engines, drafters, policy)
+        self._borrowed = BorrowedDevices(engines, drafters)
         self._running: dict[int, dict[str, RolloutRequest]] = {i: {} for i in range(len(engines))}
         self._emitted: dict[str, int] = {}  # response tokens, of those that reported
         self._rounds = 0  # most tokens that a request has emitted in this rollout
@@ -161,7 +160,8 @@ class Driver:
     def _next(self) -> list[Callable[[], None]]:
         conversations, found = self._conversations, list[Callable[[], None]]()
         try:
-            waits = [conversations.wait_s() if conversations else None, POLL_S if self._refill is not None else None]
+            # Other ranks tell what they have found of their groups.
+            waits = [conversations.wait_s() if conversations else None, 0.02 if self._refill is not None else None]
             found.append(self._events.get(timeout=min((s for s in waits if s is not None), default=None)))
             while conversations:  # turns that are there together are sent together
                 found.append(self._events.get_nowait())
@@ -232,7 +232,7 @@ class Driver:
             dry = [engine for engine in dry if engine not in waited_for]
         if dry and not self._stopping and (self._waiting is None or self._waiting.is_over):
             finished = (len(response.token_ids) for response in self.done.values())
-            self._borrowed.lend(self._loads, dry, finished, self._rounds)
+            self._borrowed.lend(dry, self._under_way, finished, self._rounds)
 
     def _answer_agent(self, engine: int, response: Trajectory) -> None:
         assert self._conversations is not None
@@ -338,17 +338,12 @@ class Driver:
             with contextlib.suppress(ChildDied):
                 self._engines[engine].abort_requests(names)
 
-    def _loads(self) -> list[EngineLoad]:
+    def _under_way(self) -> list[tuple[int, int]]:
+        """Return the tokens of each running request so far, and at most."""
         return [
-            EngineLoad(
-                engine=engine,
-                slots=self._engines[engine].spec.config.max_running_requests,
-                running=tuple(
-                    (self._emitted.get(name, resume.num_begun(request)), request.sampling.max_new_tokens)
-                    for name, request in requests.items()
-                ),
-            )
-            for engine, requests in self._running.items()
+            (self._emitted.get(name, resume.num_begun(request)), request.sampling.max_new_tokens)
+            for requests in self._running.values()
+            for name, request in requests.items()
         ]
 
     def _each_engine(self, action: Callable[[Engine], object]) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-MAX_BODY_BYTES = 2**26
 MODEL = "policy"  # the name of what is trained; calls may give any other
 SILENT_S = 60.0
 """Without a byte. OpenAI's client hangs up after 600 s, and asks again: long answers would never arrive."""
@@ -125,7 +124,7 @@ class Endpoint:
         self._loop.close()
 
     async def _start(self) -> str:
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app = web.Application(client_max_size=2**26)
         app.router.add_post("/v1/chat/completions", self._complete)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await self._runner.setup()

@@ -31,14 +31,12 @@ from specactor.types import Problem, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_WORKERS = 8  # processes of a rank: so many verifiers that hang at once hold up the others
 GROW_S = 2.0  # a response's wait until another process is started: most verifiers need one
 NEW_S = 10.0  # the first answer's time, with the verifier's imports, until others are started
 START_S = 60.0
 GRACE_S = 1.0  # beyond its time, until the process of a silent verifier is ended
 MAX_HUNG = 8  # in a row, until a verifier is not asked again in this rollout
 TOGETHER = 64  # asynchronous verifiers that are awaited at a time
-_TUPLE = 1  # extension type: MessagePack has no tuples, and a scorer may compare with one
 
 
 class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -84,8 +82,9 @@ class _Asked:
 class Grading:
     """A rank's verifier processes, started when needed."""
 
-    def __init__(self, *, timeout_s: float, log_file: str = os.devnull, most: int = MAX_WORKERS) -> None:
-        """Start nothing; a verifier gets `timeout_s` per response."""
+    def __init__(self, *, timeout_s: float, log_file: str = os.devnull, most: int = 8) -> None:
+        """Start nothing; a verifier gets `timeout_s` per response. So many verifiers as there are at `most` processes
+        may hang at once before others wait."""
         self._timeout_s, self._log_file, self._most = timeout_s, log_file, most
         self._changed = threading.Condition()
         self._waiting: deque[_Asked] = deque()
@@ -276,7 +275,8 @@ class Grading:
 def sendable(value: Any) -> Any:
     """Convert to types that a frame can hold; the encoder refuses the rest."""
     if isinstance(value, tuple):
-        return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode([sendable(item) for item in value]))
+        # MessagePack has no tuples, and a scorer may compare with one.
+        return msgspec.msgpack.Ext(1, msgspec.msgpack.encode([sendable(item) for item in value]))
     if isinstance(value, list):
         return [sendable(item) for item in value]
     if isinstance(value, Mapping):

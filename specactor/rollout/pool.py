@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -22,15 +22,12 @@ from specactor.rollout.driver import REPORT_TOKENS, Driver
 from specactor.rollout.refill import Refill
 from specactor.rollout.requests import assign, merge
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.speculation.counters import Counts, Figures, added, added_figures
-from specactor.rollout.tail import WakeWhereItPays
+from specactor.rollout.speculation.counters import Counts, added
 from specactor.rollout.waiting import Waiting
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 
-RESTART_LIMIT_S = 300.0  # default limit of `EnginePool.restart_lost`
 RESTARTS_WITHIN = 100  # steps in which restarts are counted: deaths of long ago say nothing of an engine
-_RESTART_PAUSE_S = 1.0  # before the second restart of an engine; doubles every further time
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,15 +46,13 @@ class EnginePool:
         self,
         specs: Sequence[EngineSpec],
         *,
-        tail: WakeWhereItPays | None = None,
         report_tokens: int = REPORT_TOKENS,
         drafters: DrafterPool | None = None,
-        restart_limit_s: float = RESTART_LIMIT_S,
+        restart_limit_s: float = 300.0,
     ) -> None:
-        """Start all engines, if any; `wait_ready` waits for them. `tail` says when to wake a drafter on an idle
-        engine's device; `restart_lost` takes at most `restart_limit_s`, for which other ranks wait."""
+        """Start all engines, if any; `wait_ready` waits for them. `restart_lost` takes at most `restart_limit_s`, for
+        which other ranks wait."""
         self._restart_limit_s = restart_limit_s
-        self.tail = tail
         self.drafters = drafters if drafters is not None else DrafterPool([])
         self.report_tokens = report_tokens
         self._version = 0  # of the last sync, which counts steps
@@ -110,7 +105,6 @@ class EnginePool:
         driver = Driver(
             alive,
             notify=on_finished or (lambda trajectory: None),
-            policy=self.tail,
             report_tokens=self.report_tokens,
             enough_groups=enough_groups,
             drafters=self.drafters,
@@ -130,10 +124,6 @@ class EnginePool:
             drafters_woken=driver.num_woken,
         )
 
-    def update_wake_belief(self, counts: Mapping[str, Counts]) -> None:
-        if self.tail is not None:
-            self.tail = self.tail.after(counts)
-
     def lost(self) -> tuple[int, ...]:
         return tuple(engine.index for engine in self.engines if not engine.alive)
 
@@ -151,7 +141,7 @@ class EnginePool:
         return tuple(sorted(first | self._replace_until_ready(deadline, limit)))
 
     def _replace_until_ready(self, deadline: float, limit: str, *, refusal_is_final: bool = False) -> set[int]:
-        pause_s, replaced = _RESTART_PAUSE_S, set[int]()
+        pause_s, replaced = 1.0, set[int]()
         while lost := [engine for engine in self.engines if not engine.alive]:
             replaced.update(engine.index for engine in lost)
             if time.monotonic() + pause_s >= deadline:
@@ -229,11 +219,6 @@ class EnginePool:
         parts: list[dict[str, Counts]] = []
         self._on_living(lambda engine: parts.append(engine.speculation_counts()))
         return added(parts)
-
-    def speculation_figures(self) -> Figures:
-        parts: list[Figures] = []
-        self._on_living(lambda engine: parts.append(engine.speculation_figures()))
-        return added_figures(parts)
 
     def trace(self, *, on: bool) -> dict[str, list[Span]]:
         """Return `Engine.trace` of each living engine."""

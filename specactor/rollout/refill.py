@@ -19,37 +19,25 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Refill:
-    want: int
-    """Groups to keep."""
-    ahead: int
-    """Groups at work at first, `want` or more."""
-    most: int
-    """Groups drawn at most."""
-    size: int
-    """Responses of a group."""
-    requests_of: Callable[[int], Sequence[RolloutRequest]]
-    """By the group's number."""
+    want: int  # groups to keep
+    ahead: int  # groups at work at first, `want` or more
+    most: int  # groups drawn at most
+    size: int  # responses of a group
+    requests_of: Callable[[int], Sequence[RolloutRequest]]  # by the group's number
     problem_of: Callable[[RolloutRequest | Trajectory], Problem]
     teaches: Callable[[int, Sequence[Trajectory]], tuple[bool, float]]
     """Of a group: whether something is learned from it, and its success rate."""
-    store: Store
-    """Holds, under `prefix`, a list that all ranks append to."""
+    store: Store  # holds, under `prefix`, a list that all ranks append to
     prefix: str
-    begin: Callable[[Sequence[RolloutRequest]], None] = lambda requests: None
-    """Sees requests before they are given."""
+    begin: Callable[[Sequence[RolloutRequest]], None] = lambda requests: None  # sees requests before they are given
     when_scored: Callable[[Trajectory, Callable[[], None]], None] = lambda response, then: then()
     """Calls the second, maybe in another thread, when the first can be judged."""
-    is_own: Callable[[int], bool] = lambda number: True
-    """Whether this rank's engines generate the group."""
-    attempt: int = 0
-    """Times that lost engines were started again."""
-    given: int = 0
-    """Groups of which this rank has taken, or left to others, the requests."""
+    is_own: Callable[[int], bool] = lambda number: True  # whether this rank's engines generate the group
+    attempt: int = 0  # times that lost engines were started again
+    given: int = 0  # groups of which this rank has taken, or left to others, the requests
     finished: dict[int, list[Trajectory]] = field(default_factory=dict)
-    _told: list[str] = field(default_factory=list)
-    """What this rank has read of the list."""
-    _own: list[str] = field(default_factory=list)
-    """Keys that it has written."""
+    _told: list[str] = field(default_factory=list)  # what this rank has read of the list
+    _own: list[str] = field(default_factory=list)  # keys that it has written
 
     def _tell(self, text: str) -> None:
         key = f"{self.prefix}/{self.store.add(f'{self.prefix}/n', 1)}"

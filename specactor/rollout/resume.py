@@ -14,7 +14,7 @@ from typing import cast
 
 import msgspec
 
-from specactor.errors import CheckpointError, EngineError
+from specactor.errors import CheckpointError
 from specactor.types import Begun, FinishReason, RolloutRequest, SamplingParams, Trajectory, VersionSpan
 
 
@@ -30,29 +30,15 @@ def bare(request: RolloutRequest) -> RolloutRequest:
 
 
 def check(request: RolloutRequest, *, with_experts: bool = False) -> None:
-    """Raise EngineError for a `begun` that is damaged, whole, or lacks experts of its tokens."""
-    begun = request.begun
-    if begun is None:
+    """Assert that a `begun` is undamaged, has experts where they are wanted, and is not the whole response."""
+    if (begun := request.begun) is None:
         return
-    count = len(begun.token_ids)
-    ends = [0, *(span.end for span in begun.spans)]
-    starts = [*(span.start for span in begun.spans), count]
-    if len(begun.logprobs) != count or starts != ends:
-        raise EngineError(
-            f"request {request.request_id}: a beginning of {count} tokens with {len(begun.logprobs)} log-probabilities "
-            f"and spans {[(span.start, span.end) for span in begun.spans]}, expected one log-probability per token and "
-            f"spans that cover 0..{count}. Leave out RolloutRequest.begun to generate the response anew."
-        )
-    if with_experts and count and not begun.routed_experts:
-        raise EngineError(
-            f"request {request.request_id}: a beginning without routed experts, expected them with "
-            "enable_return_routed_experts. Leave out RolloutRequest.begun to generate the response anew."
-        )
-    if count >= request.sampling.max_new_tokens:
-        raise EngineError(
-            f"request {request.request_id}: a beginning of {count} tokens, expected fewer than max_new_tokens = "
-            f"{request.sampling.max_new_tokens}. The response is finished."
-        )
+    name, count = request.request_id, len(begun.token_ids)
+    ends, starts = [0, *(s.end for s in begun.spans)], [*(s.start for s in begun.spans), count]
+    assert len(begun.logprobs) == count, f"{name}: {count} tokens with {len(begun.logprobs)} log-probabilities"
+    assert starts == ends, f"{name}: spans {begun.spans} of {count} tokens"
+    assert begun.routed_experts or not (with_experts and count), f"{name}: no experts"
+    assert count < request.sampling.max_new_tokens, f"{name}: {count} tokens are the whole response"
 
 
 def whole(

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 Group = list[RolloutRequest]
 
-MAX_ASKED = 16
-"""Lists of other ranks that one with room looks at before it takes from the longest."""
-
 
 def held_back(requests: Sequence[RolloutRequest], *, engines: int, slots: int) -> dict[int, list[Group]]:
     """Return, by engine, the groups that find its `slots` taken; none for one engine. Group i is meant for engine i %
@@ -45,20 +42,14 @@ class Waiting:
 
     lists: Mapping[int, Sequence[Group]]
     """By engine of the job. Its own rank takes from the front, others from the end, once their own lists are empty."""
-    own: Collection[int]
-    """Engines of this rank."""
-    slots: int
-    """Requests that an engine runs at once."""
+    own: Collection[int]  # engines of this rank
+    slots: int  # requests that an engine runs at once
     store: Store
     prefix: str
-    begin: Callable[[Sequence[RolloutRequest]], object] = lambda requests: None
-    """Sees requests before they are given."""
-    num_moved: int = 0
-    """Groups that this rank took of others."""
-    _fronts: Counter[int] = field(default_factory=Counter)
-    """Groups taken from the front of each of this rank's lists."""
-    _over: set[int] = field(default_factory=set)
-    """Lists that are known to be empty."""
+    begin: Callable[[Sequence[RolloutRequest]], object] = lambda requests: None  # sees requests before they are given
+    num_moved: int = 0  # groups that this rank took of others
+    _fronts: Counter[int] = field(default_factory=Counter)  # groups taken from the front of each of this rank's lists
+    _over: set[int] = field(default_factory=set)  # lists that are known to be empty
 
     def without(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
         """Return the requests that are sent at once."""
@@ -81,10 +72,11 @@ class Waiting:
         size = len(next(iter(self.lists.values()))[0])
         if running and size > room:  # another rank may have room for all of a group earlier
             return []
-        while (longest := self._longest()) is not None:
-            if self._is_granted(longest):
+        # Those behind its own come first, so that ranks begin at different lists.
+        for engine in sorted(self.lists, key=lambda engine: (engine < min(self.own, default=0), engine)):
+            if engine not in self.own and self._is_granted(engine):
                 self.num_moved += 1
-                return self._given(self.lists[longest][-self._add(f"{longest}/end", 1)])
+                return self._given(self.lists[engine][-self._add(f"{engine}/end", 1)])
         return []
 
     def left(self) -> list[RolloutRequest]:
@@ -113,16 +105,6 @@ class Waiting:
             return True
         self._over.add(engine)
         return False
-
-    def _longest(self) -> int | None:
-        """Return which of the next MAX_ASKED lists of others has most groups left, or None."""
-        around = sorted(self.lists, key=lambda engine: (engine < min(self.own, default=0), engine))
-        while asked := [e for e in around if e not in self._over and e not in self.own][:MAX_ASKED]:
-            left = {e: len(self.lists[e]) - self._add(f"{e}/taken", 0) for e in asked}
-            self._over |= {e for e, count in left.items() if count <= 0}
-            if max(left.values()) > 0:
-                return max(left, key=lambda e: left[e])
-        return None
 
     def _add(self, name: str, amount: int) -> int:
         return self.store.add(f"{self.prefix}/{name}", amount)

@@ -51,7 +51,6 @@ _READ_ON_IMPORT = (  # Libraries read these once, so a child must have them as t
 _READ_LATE = ("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_EAGER_INPUT_NO_COPY", "TORCHINDUCTOR_CACHE_DIR")
 _TIMEOUT_S = 60.0  # longest wait for a child; a process that waited in vain asks the starter no more
 _GO = b"go"  # the caller has the child, which does nothing until then: a caller that gave up starts its own
-_REAP_EVERY_MS = 200
 
 
 class _Order(msgspec.Struct, frozen=True):
@@ -187,7 +186,7 @@ def main() -> None:
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     while True:
-        if poll.poll(_REAP_EVERY_MS):
+        if poll.poll(200):
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
                 with connection:

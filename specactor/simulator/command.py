@@ -21,11 +21,9 @@ from specactor.simulator.rollout import Job, Run, run
 
 PROG = "specactor simulate"
 MOST_REQUESTS = 2048  # of one engine
-TRAIN_FLOPS = 6.0  # operations per parameter and token of a forward and a backward
 MFU = 0.35  # share of a device's operations per second that training attains. Assumed
 TRUTH = Method(rate=0.0, decay=0.98, spread=0.5, drift=0.01, staleness=0.05)
 """It says how acceptance is taken to differ by position, request, length and age."""
-JITTER = 0.02
 PHASES = ("rollout_s", "train_s", "sync_s", "refresh_s", "seconds")
 COUNTS = ("tokens", "drafted", "accepted", "rounds", "events", "decisions")
 HEADING = ("mode", "step s", "x", "rollout s", "x", "accept rate", "idle", "plan")
@@ -77,7 +75,7 @@ def jobs(options: SimulateOptions) -> dict[str, Job]:
         group_size=options.group_size,
         lengths=Lengths(median=options.length_median, sigma=options.length_sigma, longest=options.length_longest),
         options=found,
-        world=World(methods=methods, jitter=JITTER),
+        world=World(methods=methods, jitter=0.02),
         policy=Policy(),
         train_tokens_per_s=options.train_tokens_per_s
         or trained_per_s(named_shape(options.model), device(options.device)),
@@ -128,7 +126,7 @@ def figures(of: Run) -> dict[str, Any]:
 
 
 def trained_per_s(shape: TransformerShape, hardware: Device) -> float:
-    return hardware.flops * MFU / (TRAIN_FLOPS * shape.active_params)
+    return hardware.flops * MFU / (6.0 * shape.active_params)  # operations of a forward and a backward
 
 
 def _row(of: Run, first: Run) -> tuple[str, ...]:

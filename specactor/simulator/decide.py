@@ -35,10 +35,6 @@ class Policy:
     reconfigure: bool = True  # mode auto: windows and modes of requests follow what is seen of their acceptance
     fastest: bool = True  # mode auto: engines that ran dry draft for the others
 
-    def __post_init__(self) -> None:
-        assert self.max_window >= 1, self
-        assert self.window >= 0, self
-
 
 def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
     """Return the fastest plan of the policy's mode. Raises PlanError for none."""
@@ -118,7 +114,7 @@ class Decider:
                 factor=self.costs.correction.factor(name),
             )
             for name in self.local
-            if self._fits(name, requests)
+            if (most := self.fits.get(name)) is None or requests <= most
         }
         if self.remote is not None:
             choice = self._ahead(sequences, replace(self.remote, served=max(served, 1.0)))
@@ -135,10 +131,6 @@ class Decider:
         else:
             mode_B, drafter = np.where(window_B > 0, COUPLED, OFF), chosen.drafter
         return Decision(drafter=drafter, modes=mode_B, windows=window_B, kind=chosen.drafter, predicted_s=uncorrected_s)
-
-    def _fits(self, name: str, requests: int) -> bool:
-        most = self.fits.get(name)
-        return most is None or requests <= most
 
     def _ahead(self, sequences: Sequence[DraftSequence], remote: Remote) -> Choice:
         """Choose one bound for all requests on what a round takes of what is there."""

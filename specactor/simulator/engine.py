@@ -5,26 +5,20 @@ request's length. Shapes: B running requests, N all.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from specactor.planning.plans import VerifierOption
 from specactor.rollout.speculation.acceptance import survival_of
-from specactor.rollout.speculation.costs import Grid
-from specactor.rollout.speculation.decoupled_rounds import LiveCosts
-from specactor.rollout.speculation.fastest_of_n import best_window
+from specactor.rollout.speculation.costs import MIN_RATIOS, Grid
 from specactor.simulator.decide import Decider, Decision
 from specactor.simulator.requests import MODES, Beside, Flags, Floats, Ints, Progress, Remote, Round, round_of
 
 FIRST_LOOK, LAST_LOOK = 4, 1024
 """Rounds after which an engine decides anew where nothing else happens: at first and when it has changed its mind, and
 later, doubled each time. (A real one decides in every round, mostly the same.)"""
-
-SAMPLED = 256  # verifies of all requests that an engine is shown between two decisions, at most
-MOST_SAMPLED = 8  # verifies of one request among them, at most
-SHOWN_ROUNDS = 5  # rounds whose seconds it is shown: as many as `costs.MIN_RATIOS`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,6 +27,7 @@ class Helper:
 
     engine: Engine
     method: str
+    window: int
     seconds: Grid
     copies: int  # drafters that fit on its devices, and share the requests
     since: float
@@ -64,12 +59,11 @@ class Engine:
         self._new = 0
 
     def admit(self, room: int | None) -> None:
+        """Take those for which there is room. New requests do what most do, the first what was planned."""
         most = len(self.waiting) if room is None else min(len(self.waiting), max(0, room - len(self.running)))
-        if most:
-            self._take(np.array([self.waiting.popleft() for _ in range(most)], np.int64))
-
-    def _take(self, new: Ints) -> None:
-        """Let new requests do what most do, the first what was planned."""
+        if not most:
+            return
+        new = np.array([self.waiting.popleft() for _ in range(most)], np.int64)
         plan, of = self.decider.plan, self.decision
         mode, window = MODES.index(plan.mode), plan.window
         if len(self.running):
@@ -133,26 +127,15 @@ class Engine:
     def helped_by(
         self, helper: Helper, survival_BW: Floats, message_s: float, rollback_s: float = 0.0
     ) -> Beside | None:
-        """Return the helper's best predicted window; None where requests have its method already."""
-        requests, width = survival_BW.shape
+        """Return what the helper drafts; None where requests have its method already."""
         if helper.method == self.decision.drafter and (self.decision.windows > 0).any():
             return None
-        remote = helper.remote(requests, message_s, rollback_s)
-        costs = LiveCosts.of(
-            self.decider.believed.costs,
-            requests=requests,
-            max_window=width - 1,
-            remote=helper.seconds,
-            served=int(remote.served),
-            message_s=message_s,
-        )
-        window = best_window(self.decider.model(helper.method).rate, costs)
-        return Beside(survival=survival_BW, window=window, window_s=remote.window_s(window, 1.0))
+        remote = helper.remote(len(survival_BW), message_s, rollback_s)
+        return Beside(survival=survival_BW, window=helper.window, window_s=remote.window_s(helper.window, 1.0))
 
-    def gain(self, helper: Helper, names: list[str], *, width: int, message_s: float) -> float:
+    def gains(self, helpers: Sequence[Helper], names: list[str], *, width: int, message_s: float) -> list[float]:
+        """Return the speed-up that each would bring, as believed."""
         requests, of = len(self.running), self.decision
-        rate = self.decider.model(helper.method).rate
-        beside = self.helped_by(helper, np.tile(survival_of(rate, width), (requests, 1)), message_s)
         own_BW = np.zeros((requests, width))
         if of.drafter in self.decider.acceptance:
             own_BW[:, :-1] = self.decider.acceptance[of.drafter].survivals(names, covered=False)
@@ -164,7 +147,12 @@ class Engine:
             )
             return float(found.tokens.mean()) / found.seconds
 
-        return speed(beside) / speed(None) if beside else 1.0
+        def helped(helper: Helper) -> float:
+            rate = self.decider.model(helper.method).rate
+            return speed(self.helped_by(helper, np.tile(survival_of(rate, width), (requests, 1)), message_s))
+
+        alone = speed(None)
+        return [helped(helper) / alone for helper in helpers]
 
     def next_s(self, rounds_B: Floats) -> float:
         assert self.round is not None
@@ -180,13 +168,13 @@ def show(
     *,
     max_window: int,
 ) -> None:
-    """Show the decider some verifies, and seconds of rounds, since it decided; methods that did not draft as probes,
-    while decoding is plain. `survivals` are the true ones, [B, >= max_window]."""
+    """Show the decider some verifies, at most 8 of a request and 256 in all, and seconds of rounds, since it decided;
+    methods that did not draft as probes, while decoding is plain. `survivals` are the true ones, [B, >= max_window]."""
     rounds = engine.rounds - engine.rounds_decided
     if rounds < 1 or engine.round is None:
         return
     requests, of = len(engine.running), engine.decision
-    each = int(max(1, min(rounds, MOST_SAMPLED, SAMPLED // requests)))
+    each = int(max(1, min(rounds, 8, 256 // requests)))
     drafting = bool((of.windows > 0).any())
 
     names = [name_of(i) for i in engine.running.tolist()]
@@ -202,4 +190,4 @@ def show(
         verifies(method, of.windows if drafting else np.full(requests, max_window), each if drafting else 1)
     if engine.helper is not None:
         verifies(engine.helper.method, np.full(requests, max_window), 1)
-    engine.decider.took(of, requests=requests, seconds=engine.first_round_s, rounds=int(min(rounds, SHOWN_ROUNDS)))
+    engine.decider.took(of, requests=requests, seconds=engine.first_round_s, rounds=int(min(rounds, MIN_RATIOS)))

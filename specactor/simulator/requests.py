@@ -4,7 +4,7 @@ Invariants: a prompt's requests are neighbours; a round emits at least one token
 verifier's own devices better survivals emit no less. A request gains mean tokens per round, and stays as many standard
 deviations off its mean as it drew at first: so the last of many ends as late as when every token is drawn.
 
-Shapes: N requests; of a round B requests, W positions.
+Shapes: N requests; of a round B requests, W positions, M methods.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specactor.errors import PlanError
-from specactor.planning.plans import Mode, there
+from specactor.planning.plans import Mode, ready, there
 from specactor.rollout.speculation.costs import CostTable, Grid
-from specactor.rollout.speculation.decoupled_rounds import ready
-from specactor.rollout.speculation.fastest_of_n import combined
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -57,11 +55,6 @@ class Method:
     drift: float = 0.0  # share of the acceptance that is lost per 1,000 tokens of a response
     staleness: float = 0.0  # share of the acceptance lost per policy version since the refresh
 
-    def __post_init__(self) -> None:
-        shares = (self.rate, self.decay, self.drift, self.staleness)
-        if not all(0 <= share <= 1 for share in shares) or self.spread < 0:
-            raise PlanError(f"method: got {self}, expected shares in 0..1 and a spread >= 0.")
-
     def positions(self, window: int) -> Floats:
         """Return [window] acceptances of the median request, fresh."""
         return self.rate * self.decay ** np.arange(window, dtype=np.float64)
@@ -83,12 +76,7 @@ class World:
     rollback_s: float = 0.0005  # of a drafter for going back to the commit, per round in which all requests do
     drafter_start_s: float = 2.0  # until a dry engine can draft for others: weights, prefixes
     jitter: float = 0.0  # standard deviation of the logarithm of engines' slowness: stragglers
-    alike: float = 0.5  # how often methods are right together: see `fastest_of_n.combined`
-
-    def __post_init__(self) -> None:
-        least = min(self.start_s, self.host_s, self.replan_s, self.rollback_s, self.drafter_start_s, self.jitter)
-        if least < 0 or not 0 <= self.alike <= 1:
-            raise PlanError(f"world: got {self}, expected seconds and jitter >= 0, and alike in 0..1.")
+    alike: float = 0.5  # how often methods are right together: see `combined`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -206,6 +194,18 @@ def round_of(
         seconds = _verify_s(table, requests, drafted_B) + host_s + draft_s
     accepted_B, variance_B = _accepted(offered_BW)
     return Round(seconds=seconds, tokens=1.0 + accepted_B, drafted=drafted_B, variance=variance_B, most=1.0 + most_B)
+
+
+def combined(survival_MW: Floats, *, alike: float) -> Floats:
+    """Return [W]: P(some method has its first j draft tokens accepted).
+
+    `alike` 0: methods agree with the target independently; 1: where the best fails all fail; linear in between.
+    """
+    assert 0 <= alike <= 1, alike
+    best_W = survival_MW.max(axis=0)
+    apart_W = 1.0 - np.prod(1.0 - survival_MW, axis=0)
+    joined_W: Floats = best_W + (1.0 - alike) * (apart_W - best_W)
+    return joined_W
 
 
 def _accepted(offered_BW: Floats) -> tuple[Floats, Floats]:

@@ -10,15 +10,13 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from operator import itemgetter
 
 import numpy as np
 
-from specactor.errors import PlanError
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan, VerifierOption
 from specactor.rollout.requests import assign
-from specactor.rollout.speculation.decoupled_rounds import LiveCosts
 from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.rollout.speculation.fastest_of_n import ranked
 from specactor.simulator.decide import Decider, Policy, placed
 from specactor.simulator.engine import Engine, Helper, show
 from specactor.simulator.requests import (
@@ -38,9 +36,6 @@ from specactor.simulator.requests import (
 from specactor.types import RolloutRequest, SamplingParams
 
 DONE = 1e-6  # rounds short of its end at which a request has finished
-ROUNDING_S = 1e-6  # by which an event may come early: sums of many small numbers
-HELP_MARGIN = 0.02  # share by which an engine must be predicted to be faster with a helper
-ASKED = 4  # engines with the fewest requests, asked when one runs dry; others ask when they decide
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,10 +73,8 @@ def simulate(
     plan: RolloutPlan | None = None,
 ) -> Outcome:
     """Simulate one rollout, `age` versions after the drafters' refresh, by `plan` or a search. Raises PlanError where
-    nothing fits, or acceptance is unknown."""
+    nothing fits."""
     assert len(requests) == cluster.requests, len(requests)
-    if missing := sorted({d.name for d in options.drafters} - set(world.methods)):
-        raise PlanError(f"world: got no acceptance of {missing}, expected a Method for every drafter. Add them.")
     return Rollout(plan or placed(cluster, options, policy), cluster, options, world, policy, requests, age, seed).run()
 
 
@@ -156,7 +149,7 @@ class Rollout:
             engine = self.engines[index]
             if version != engine.version:
                 continue
-            assert at >= now - ROUNDING_S, f"an event at {at} s after one at {now} s"
+            assert at >= now - 1e-6, f"an event at {at} s after one at {now} s"
             now, self.events = max(now, at), self.events + 1
             if index in self.dry:
                 self._ready(engine, now)
@@ -275,7 +268,8 @@ class Rollout:
     def _ready(self, engine: Engine, now: float) -> None:
         self.dry[engine.index] = True
         asked = [e for e in self.engines if len(e.running) and e.helper is None]
-        for busy in sorted(asked, key=lambda e: (len(e.running), e.index))[:ASKED]:
+        # Those with the fewest requests are asked now; others ask when they decide.
+        for busy in sorted(asked, key=lambda e: (len(e.running), e.index))[:4]:
             if self._help(busy, now):
                 break
 
@@ -283,10 +277,6 @@ class Rollout:
         free = next((self.engines[i] for i, is_free in self.dry.items() if is_free), None)
         helper = self._helper(free, engine, now) if free is not None else None
         if free is None or helper is None:
-            return False
-        names = [self.ids[i] for i in engine.running.tolist()]
-        width = self.policy.max_window + 1
-        if engine.gain(helper, names, width=width, message_s=self.cluster.message_s) <= 1.0 + HELP_MARGIN:
             return False
         self.dry[free.index] = False
         self.helpers.add(free.index)
@@ -296,31 +286,30 @@ class Rollout:
         return True
 
     def _helper(self, free: Engine, engine: Engine, now: float) -> Helper | None:
-        """Choose the method predicted to buy most, new to the engine."""
+        """Return the method, new to the engine, and window that are predicted to buy most; None if that is not
+        enough."""
         used = engine.decision.drafter if (engine.decision.windows > 0).any() else ""
         smallest = {
             option.name: min(fitting, key=lambda e: e.devices)
             for option in self.options.drafters
             if option.name != used and (fitting := [e for e in option.engines if e.devices <= free.option.devices])
         }
-        if not smallest:
-            return None
-        requests = len(engine.running)
-        live = {
-            name: LiveCosts.of(
-                engine.decider.believed.costs,
-                requests=requests,
-                max_window=self.policy.max_window,
-                remote=own.seconds,
-                served=requests,
-                message_s=self.cluster.message_s,
+        helpers = [
+            Helper(
+                engine=free,
+                method=name,
+                window=window,
+                seconds=own.seconds,
+                copies=free.option.devices // own.devices,
+                since=now,
             )
-            for name, own in smallest.items()
-        }
-        best = ranked({name: engine.decider.model(name).rate for name in smallest}, live)[0]
-        own = smallest[best]
-        copies = free.option.devices // own.devices
-        return Helper(engine=free, method=best, seconds=own.seconds, copies=copies, since=now)
+            for name, own in sorted(smallest.items())
+            for window in range(1, self.policy.max_window + 1)
+        ]
+        names = [self.ids[i] for i in engine.running.tolist()]
+        gains = engine.gains(helpers, names, width=self.policy.max_window + 1, message_s=self.cluster.message_s)
+        gain, best = max(zip(gains, helpers, strict=True), key=itemgetter(0), default=(0.0, None))
+        return best if gain > 1.02 else None
 
     def _outcome(self) -> Outcome:
         assert not self.left, f"{self.left} requests were lost"
@@ -343,7 +332,6 @@ class Rollout:
 
 
 PROMPT_TOKENS = 512  # of a request; trained on too
-SYNC_S = 2.0
 REFRESH_DEVICE_S = 512.0  # device-seconds of distilling the drafter
 
 
@@ -360,12 +348,6 @@ class Job:
     refresh: bool = False  # the drafter is distilled after each step
     steps: int = 1
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or not self.train_tokens_per_s > 0:
-            raise PlanError(
-                f"job: got {self.steps} steps, {self.train_tokens_per_s} trained tokens per second; expected >= 1, > 0."
-            )
 
     @property
     def cluster(self) -> Cluster:
@@ -428,7 +410,7 @@ def run(job: Job) -> Run:
         step = Step(
             rollout_s=outcome.seconds,
             train_s=tokens / (job.train_tokens_per_s * job.devices),
-            sync_s=SYNC_S,
+            sync_s=2.0,
             refresh_s=REFRESH_DEVICE_S / job.devices if job.refresh else 0.0,
             outcome=outcome,
         )

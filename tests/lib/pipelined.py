@@ -1,4 +1,4 @@
-"""Rounds that last until windows are there, by scalars: what `decoupled_rounds.ready` is compared with."""
+"""Rounds that last until windows are there, by scalars: what `planning.plans.ready` is compared with."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.sglang.engine_client import Engine
-from specactor.rollout.tail import BorrowedDevices, EngineLoad
+from specactor.rollout.tail import BorrowedDevices
 from specactor.weights_sync.draft_push import DraftSender
 from tests.rollout.conftest import Footprint
 from tests.rollout.decoupled.test_supervisor import PATIENCE_S, assert_drafts, child_of, is_listening, make_drafter_spec
@@ -210,9 +210,8 @@ def test_nobody_waits_while_a_drafter_is_ended_or_started(
         pool.wait_ready()
         with pool.rollout():
             engines = cast("list[Engine]", [SimpleNamespace(index=4)])
-            devices = BorrowedDevices(engines, pool, cast("Any", SimpleNamespace(engine_to_wake=lambda *of: 0)))
-            dry = EngineLoad(engine=0, slots=1, running=())
-            devices.lend(lambda: [dry], [0], [], 8)
+            devices = BorrowedDevices(engines, pool)
+            devices.lend([0], lambda: [(0, 10**12)], [], 8)
             assert devices.num_woken == 1
             if what == "start":
                 monkeypatch.setattr(drafter_pool, "DrafterProcess", lambda spec: hold(start, spec))
@@ -223,7 +222,7 @@ def test_nobody_waits_while_a_drafter_is_ended_or_started(
 
             def take_back_and_lend() -> None:
                 devices.give_back(0)
-                devices.lend(lambda: [dry], [0], [], 8)
+                devices.lend([0], lambda: [(0, 10**12)], [], 8)
                 devices.give_back(0)
 
             driver = threading.Thread(target=take_back_and_lend, daemon=True)

@@ -23,7 +23,7 @@ from specactor.planning.profile_command import FILLER, PASSES, ROUNDS_PER_PASS, 
 from specactor.planning.profile_grid import Cell, cells, cost_table
 from specactor.recipes import load
 from specactor.rollout.decoupled.spec import Work
-from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, ROUNDS, Rounds
+from specactor.rollout.sglang.speculation_calls import CONFIGURE, ROUNDS, Rounds
 from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.speculation.speculator import Speculator
 from specactor.rollout.warm_starter import NAME as STARTER
@@ -64,8 +64,6 @@ class FakeEngine:
     def rank_call(self, name: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         if name == ROUNDS:
             return [msgspec.json.encode(self._rounds)]
-        if name == FIGURES:
-            return [b"{}"]
         assert name == CONFIGURE
         self._config = msgspec.json.decode(payload, type=SpeculationConfig)
         self._rounds = Rounds(plain=[], verifies=[], drafts={})

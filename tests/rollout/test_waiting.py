@@ -68,16 +68,18 @@ def test_what_fits_is_begun_at_once_by_the_rank_that_it_is_meant_for() -> None:
     assert {e: [group[0].group_id for group in groups] for e, groups in waits.items()} == {0: [4], 1: [5]}
 
 
-def test_a_rank_takes_its_own_first_and_of_others_where_most_is_left() -> None:
+def test_a_rank_takes_its_own_first_and_then_of_those_behind_it() -> None:
     lists = held_back(requests_of(30, 2), engines=3, slots=2)
     first, second, third = waiting_of(lists, 2, 3, 3)
     for _ in range(5):
         second.take(0)
     assert [first.take(0)[0].group_id for _ in range(9)] == [3 * i for i in range(1, 10)]
     assert first.take(1) == [], "half a group would wait here"
-    assert first.take(0)[0].group_id == 29, "the last of the third rank's nine"
+    assert [first.take(0)[0].group_id for _ in range(5)] == [28, 25, 22, 19, 29], (
+        "the end of the second's, then third's"
+    )
     assert third.take(0)[0].group_id == 5
-    assert (first.num_moved, third.num_moved) == (1, 0)
+    assert (first.num_moved, third.num_moved) == (5, 0)
 
 
 class Shared(Waiting):

@@ -11,12 +11,12 @@ import pytest
 
 from specactor.planning import command as planning
 from specactor.planning import search
-from specactor.rollout import pool, tail
-from specactor.rollout.speculation import estimates, fastest_of_n, planner, windows
+from specactor.rollout import pool
+from specactor.rollout.speculation import estimates, planner, windows
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.windows import OFF
 from specactor.simulator import decide as deciding
-from specactor.simulator import engine, rollout
+from specactor.simulator import rollout
 from specactor.simulator.decide import AHEAD, Decider, Decision, Policy, placed
 from specactor.simulator.requests import Remote
 from tests.simulator.small import W, candidates, cluster, drafting, requests
@@ -32,9 +32,6 @@ def test_decisions_are_those_of_the_engine() -> None:
     assert deciding.AcceptanceModel is estimates.AcceptanceModel
     assert deciding.OnlineCosts is estimates.OnlineCosts
     assert rollout.assign is pool.assign
-    assert engine.best_window is fastest_of_n.best_window
-    assert tail.speedup is fastest_of_n.speedup
-    assert rollout.ranked is fastest_of_n.ranked
 
 
 def defined(text: str) -> set[str]:
@@ -43,14 +40,10 @@ def defined(text: str) -> set[str]:
 
 def test_the_simulator_defines_no_second_policy() -> None:
     theirs = {
-        "ranked",
-        "speedup",
         "search",
         "choose",
-        "best_window",
         "best_windows",
         "of_drafter",
-        "speeds",
         "ready",
         "assign",
     }

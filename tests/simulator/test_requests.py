@@ -57,7 +57,5 @@ def test_survivals_never_rise(rate: float, age: int, tokens: float, odds: float)
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(PlanError, match="lengths"):
         Lengths(median=0)
-    with pytest.raises(PlanError, match="method"):
-        Method(rate=1.5)
     with pytest.raises(AssertionError):
         draw(Lengths(), prompts=0, group_size=1, seed=(0,))

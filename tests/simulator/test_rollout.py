@@ -15,7 +15,7 @@ from specactor.planning.plans import RolloutPlan
 from specactor.simulator import rollout
 from specactor.simulator.decide import Policy, SimulatedMode, placed
 from specactor.simulator.engine import Engine
-from specactor.simulator.requests import Requests, World
+from specactor.simulator.requests import Requests
 from specactor.simulator.rollout import Outcome, Rollout, simulate
 from tests.simulator.small import NO_DELAYS, W, candidates, cluster, requests, table, world
 from tests.simulator.test_rounds import host_afterwards
@@ -300,7 +300,3 @@ def test_nothing_is_planned_or_simulated_that_cannot_be() -> None:
         simulate(replace(cluster(of), requests=3), found, world(), Policy(), of)
     with pytest.raises(PlanError, match="no such plan fits"):
         placed(cluster(of), replace(found, drafters=()), Policy(mode="coupled"))
-    with pytest.raises(PlanError, match=r"no acceptance of \['large', 'small'\]"):
-        simulate(cluster(of), found, World(methods={}), Policy(), of)
-    with pytest.raises(PlanError, match="world: got"):
-        World(methods={}, jitter=-1.0)

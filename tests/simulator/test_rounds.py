@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor.planning.plans import RolloutPlan
+from specactor.planning.plans import RolloutPlan, ready
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import survival_of
-from specactor.rollout.speculation.decoupled_rounds import ready
-from specactor.simulator.requests import COUPLED, DECOUPLED, OFF, Beside, Floats, Remote, Round, round_of
+from specactor.simulator.requests import COUPLED, DECOUPLED, OFF, Beside, Floats, Remote, Round, combined, round_of
 from tests.lib.pipelined import pipelined
 from tests.simulator.small import W, candidates, cluster, drafting, requests, table
 
@@ -187,3 +186,12 @@ def test_a_further_method_adds_tokens_and_rows() -> None:
 def test_without_windows_a_round_is_a_plain_step() -> None:
     found = round_of(np.zeros((4, W)), np.zeros(4, np.int64), np.zeros(4, np.int64), table=table())
     assert (found.seconds, found.tokens.tolist()) == (table().plain_s(4), [1.0] * 4)
+
+
+def test_combined_by_hand() -> None:
+    survival_MW = np.array([[0.5, 0.25], [0.4, 0.4]])
+    assert combined(survival_MW, alike=1.0) == pytest.approx([0.5, 0.4])
+    assert combined(survival_MW, alike=0.0) == pytest.approx([0.7, 0.55])
+    assert combined(survival_MW, alike=0.5) == pytest.approx([0.6, 0.475])
+    with pytest.raises(AssertionError):
+        combined(survival_MW, alike=2.0)

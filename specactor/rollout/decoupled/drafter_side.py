@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 SILENT_S = 30.0
 TAILS_EVERY_S = 1e-3  # while more is drafted at once: frames cost more than what is in them
-MAX_SESSIONS = 1024
 AHEAD = 2  # windows: one that the engine can verify now, and one ahead of that
 UNKNOWN = -1  # a second choice that the continuer does not tell
 Key = tuple[int, int]  # session of the engine, number of the request there
@@ -95,11 +94,6 @@ class Mirror:
     @property
     def num_drafted(self) -> int:
         return self.num_ahead + sum(map(len, self.branches.values()))
-
-    @property
-    def most_held(self) -> int:
-        """Return the most tokens that it may hold before the next commit."""
-        return len(self.opening.prompt_ids) + self.committed + AHEAD * self.window
 
     @property
     def wants_token(self) -> bool:
@@ -274,7 +268,7 @@ class MirroredRequests:
         session = self._sessions.get(sender)
         if session is None:
             beat = records[0] if records else None
-            if not isinstance(beat, Beat) or len(self._sessions) >= MAX_SESSIONS:
+            if not isinstance(beat, Beat) or len(self._sessions) >= 1024:
                 self.drops.add("unannounced", f"session {sender}")
                 return None
             if sender < self._engines.get(beat.engine, 0):
@@ -427,7 +421,8 @@ class MirroredRequests:
     # ---------------------------------------------------------------------------------------------------- the bound
 
     def _account(self, mirror: Mirror) -> None:
-        size = mirror.most_held
+        # The most tokens that it may hold before the next commit.
+        size = len(mirror.opening.prompt_ids) + mirror.committed + AHEAD * mirror.window
         self._reserved += size - mirror.reserved
         mirror.reserved = size
         while self._reserved > self.max_tokens:

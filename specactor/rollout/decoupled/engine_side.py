@@ -10,19 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specactor.rollout.decoupled import protocol
-from specactor.rollout.decoupled.protocol import (
-    NO_SESSION,
-    Beat,
-    Close,
-    Commits,
-    Drops,
-    FrameError,
-    Numbering,
-    Open,
-    Pulse,
-    Resend,
-    TailColumns,
-)
 
 BEAT_EVERY_S = 0.25
 SILENT_S = 1.0
@@ -48,8 +35,8 @@ class Request:
 
 @dataclass(slots=True)
 class Peer:
-    out: Numbering
-    session: int = NO_SESSION  # of the incarnation that was heard last
+    out: protocol.Numbering
+    session: int = protocol.NO_SESSION  # of the incarnation that was heard last
     frame: int = 0
     live: bool = False
     asked_s: float | None = None  # since when a beat is unanswered
@@ -59,7 +46,7 @@ class Peer:
     unopened: dict[int, Request] = field(default_factory=dict)  # of those, the ones that it must be sent
     grown: dict[int, Request] = field(default_factory=dict)  # of those, the ones with new tokens
     closed: list[int] = field(default_factory=list)  # numbers that it need not hold any longer
-    arrived: list[TailColumns] = field(default_factory=list)
+    arrived: list[protocol.TailColumns] = field(default_factory=list)
     version: int = 0
     drafted: int = 0  # as it said last, in this incarnation
     wasted: int = 0
@@ -81,8 +68,8 @@ class Tails:
         self.session = session
         self.engine = engine
         self.window = window
-        self.drops = Drops(f"engine {engine}")
-        self._drafters = [Peer(out=Numbering(session)) for _ in range(num_drafters)]
+        self.drops = protocol.Drops(f"engine {engine}")
+        self._drafters = [Peer(out=protocol.Numbering(session)) for _ in range(num_drafters)]
         self._requests: dict[str, Request] = {}
         self._next = 1
         self.drafted = self.wasted = 0  # tokens, of all drafters
@@ -167,7 +154,7 @@ class Tails:
     def _receive(self, index: int, data: bytes, now_s: float) -> None:
         try:
             header, records = protocol.decode_to_engine(data)
-        except FrameError as error:
+        except protocol.FrameError as error:
             self.drops.add("malformed", str(error))
             return
         drafter = self._drafters[index]
@@ -183,11 +170,11 @@ class Tails:
         drafter.asked_s = None
         for record in records:
             match record:
-                case TailColumns():
+                case protocol.TailColumns():
                     drafter.arrived.append(record)
-                case Resend():
+                case protocol.Resend():
                     self._resend(index, record, now_s)
-                case Pulse():
+                case protocol.Pulse():
                     drafter.version = record.version
                     drafter.others = max(0, record.requests - len(drafter.requests))
                     self._count(drafter, record)
@@ -195,7 +182,7 @@ class Tails:
             drafter.live = True
             self._balance()
 
-    def _count(self, drafter: Peer, pulse: Pulse) -> None:
+    def _count(self, drafter: Peer, pulse: protocol.Pulse) -> None:
         # A drafter that has forgotten this engine counts anew from 0.
         self.drafted += pulse.drafted - (drafter.drafted if pulse.drafted >= drafter.drafted else 0)
         self.wasted += pulse.wasted - (drafter.wasted if pulse.wasted >= drafter.wasted else 0)
@@ -211,7 +198,7 @@ class Tails:
             request.num_sent, request.tokens, request.branches = 0, None, []
             drafter.unopened[request.number] = request
 
-    def _tails(self, index: int, records: Sequence[TailColumns]) -> None:
+    def _tails(self, index: int, records: Sequence[protocol.TailColumns]) -> None:
         find = self._drafters[index].requests.get
         late = stale = 0
         kept = -1  # the last request whose tail was kept
@@ -235,7 +222,7 @@ class Tails:
         self.drops.expect("late", late)
         self.drops.expect("stale", stale)
 
-    def _resend(self, index: int, record: Resend, now_s: float) -> None:
+    def _resend(self, index: int, record: protocol.Resend, now_s: float) -> None:
         drafter = self._drafters[index]
         for number in record.requests:
             request = drafter.requests.get(number)
@@ -251,7 +238,7 @@ class Tails:
             records.append(self._beat(drafter, now_s))
         elif not drafter.live:
             return []
-        records += [Close(request=number) for number in drafter.closed]
+        records += [protocol.Close(request=number) for number in drafter.closed]
         for number, request in drafter.unopened.items():
             records.append(self._opening(request, now_s))
             drafter.grown.pop(number, None)
@@ -261,17 +248,17 @@ class Tails:
         drafter.grown.clear()
         return drafter.out.frames(records, self.drops, receiver=drafter.session)
 
-    def _beat(self, drafter: Peer, now_s: float) -> Beat:
+    def _beat(self, drafter: Peer, now_s: float) -> protocol.Beat:
         drafter.beat_s = now_s
         if drafter.asked_s is None:
             drafter.asked_s = now_s
         held = [(number, len(request.prompt_ids), request.num_sent) for number, request in drafter.requests.items()]
-        return Beat(engine=self.engine, requests=held)
+        return protocol.Beat(engine=self.engine, requests=held)
 
-    def _opening(self, request: Request, now_s: float) -> Open:
+    def _opening(self, request: Request, now_s: float) -> protocol.Open:
         request.opened_s = now_s
         request.num_sent = request.owed_from = len(request.output_ids)
-        return Open(
+        return protocol.Open(
             request=request.number,
             prompt_ids=list(request.prompt_ids),
             output_ids=request.output_ids,
@@ -280,10 +267,10 @@ class Tails:
             window=self.window,
         )
 
-    def _commits(self, grown: Mapping[int, Request]) -> list[Commits]:
+    def _commits(self, grown: Mapping[int, Request]) -> list[protocol.Commits]:
         """Give requests that grew by much records of their own, so that each fits a frame."""
         longest = self.window + 1
-        records: list[Commits] = []
+        records: list[protocol.Commits] = []
         requests: list[int] = []
         positions: list[int] = []
         counts: list[int] = []
@@ -295,14 +282,14 @@ class Tails:
             request.num_sent = sent + count
             if count > longest:
                 request.owed_from = request.num_sent
-                records.append(Commits(requests=[number], positions=[sent], counts=[count], tokens=fresh))
+                records.append(protocol.Commits(requests=[number], positions=[sent], counts=[count], tokens=fresh))
                 continue
             requests.append(number)
             positions.append(sent)
             counts.append(count)
             tokens += fresh
         if requests:
-            records.append(Commits(requests=requests, positions=positions, counts=counts, tokens=tokens))
+            records.append(protocol.Commits(requests=requests, positions=positions, counts=counts, tokens=tokens))
         return records
 
     def tick(self, now_s: float) -> None:

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections import Counter, deque
@@ -89,7 +90,6 @@ def serve(
 
 MAX_SAMPLES = 15  # of batches of about equal sizes, the latest
 MIN_SAMPLES = 3
-FREE = 1.06  # a batch that takes at most so many times as long takes hardly longer
 FADE_EVERY = 256  # batches: then each size's oldest time leaves, so that sizes that nobody makes are tried again
 
 
@@ -109,7 +109,7 @@ class BatchTiming:
                     times.popleft()
 
     def free(self, lanes: int, max_lanes: int) -> int:
-        """Return how many lanes may be added at hardly any cost, by a line through known times, up to twice
+        """Return how many lanes may be added for at most 6 % more time, by a line through known times, up to twice
         those tried."""
         known = sorted(size for size, of in self._seconds.items() if len(of) >= MIN_SAMPLES)
         if not known:
@@ -119,7 +119,7 @@ class BatchTiming:
         most = min(2 * many, max_lanes) - lanes
         if many_s > few_s:
             lane_s = (many_s - few_s) / (many - few)
-            most = min(most, int((FREE - 1.0) * (few_s / lane_s + max(0, lanes - few))))
+            most = min(most, int(0.06 * (few_s / lane_s + max(0, lanes - few))))
         return max(0, most)
 
 
@@ -273,9 +273,6 @@ def _termination() -> Iterator[int]:
             signal.signal(signal.SIGTERM, before)
 
 
-_UNBOUNDED = 1 << 40
-
-
 def run(owner: socket.socket) -> None:
     frame = frames.read(owner, TO_DRAFTER)
     if frame is None:
@@ -335,8 +332,8 @@ def _continuer(spec: DrafterSpec) -> tuple[Continuer, int]:
     if spec.continuer != "model":
         module, _, attribute = spec.continuer.partition(":")
         made: Continuer = getattr(importlib.import_module(module), attribute)(spec)
-        return made, spec.kv_tokens or _UNBOUNDED
+        return made, spec.kv_tokens or sys.maxsize
     from specactor.rollout.sglang.draft_backend import DraftBackend
 
     backend = DraftBackend.start(spec)
-    return backend, spec.kv_tokens or backend.max_tokens
+    return backend, backend.max_tokens

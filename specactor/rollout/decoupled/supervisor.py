@@ -30,8 +30,6 @@ from specactor.rollout.decoupled.spec import (
 if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights
 
-WORK_TIMEOUT_S = 5.0  # a batch of a draft model that reads many prompts can take seconds
-FIRST_WAKE_S = 1.0  # what waking is expected to take before it was measured
 _LOOK_EVERY_S = 0.005
 # silence until a sign of life is asked for, and until it counts as silent: reading prompts takes seconds
 SIGN_EVERY_S = 5.0
@@ -46,7 +44,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         self._renewed_to = 0  # version of the weights that it was given
         self.awake = spec.engine is None  # it was woken, and not asked to sleep since
         self.leaving = False  # it is to be asked to sleep, when it has answered what it was asked before
-        self.wake_s = FIRST_WAKE_S
+        self.wake_s = 1.0  # what waking is expected to take, before it was measured
         self._began_s = time.monotonic()
         self._sign: int | None = None  # number of the last call that was for a sign of life
         # Without a GPU a drafter keeps to one core, if there is such a one.
@@ -77,8 +75,8 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         """Return the version of the weights that it drafts with, as it said last."""
         return self._renewed_to or (self.started.version if self.started is not None else 0)
 
-    def work(self, *, trace: bool, timeout_s: float = WORK_TIMEOUT_S) -> Work | None:
-        """Return its `DrafterLoop.work`, None if too late."""
+    def work(self, *, trace: bool, timeout_s: float = 5.0) -> Work | None:
+        """Return its `DrafterLoop.work`, None if too late: a batch that reads many prompts can take seconds."""
         work = self._ask(AskWork(trace=trace), Work, timeout_s)
         return work if isinstance(work, Work) else None
 
@@ -92,10 +90,10 @@ class DrafterProcess(ChildProcess[FromDrafter]):
 
     def wants(self, version: int) -> bool:
         """Return whether it could take this version, and has older weights."""
-        return self.alive and self.has_started() and not self._is_silent() and self.version < version
+        return self.alive and self.started is not None and not self._is_silent() and self.version < version
 
     def can_wake(self) -> bool:
-        return not self.awake and self.alive and self.has_started() and not self._is_silent()
+        return not self.awake and self.alive and self.started is not None and not self._is_silent()
 
     def wake(self) -> None:
         """Wake it, without waiting."""
@@ -119,17 +117,9 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         self.wake_s = rested.wake_s or self.wake_s
         return rested.asleep
 
-    def stop(self) -> None:
-        if self.started is None:
-            self.kill()
-        super().stop()
-
-    def has_started(self) -> bool:
-        return self.started is not None
-
     def hangs(self, limit_s: float) -> bool:
         """Return whether an answer, or the start, is late by `limit_s`; ask for a sign of life when due."""
-        if not self.has_started():
+        if self.started is None:
             return time.monotonic() - self._began_s > self.spec.start_timeout_s + limit_s
         if not self.unanswered() and self.heard_s() >= SIGN_EVERY_S:
             self._sign = self._tell(Ask("alive"))
@@ -141,7 +131,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         return not waited <= {self._sign} or self.silent_s() > SIGN_EVERY_S
 
     def _ask(self, question: ToDrafter, kind: type[_Answer], timeout_s: float) -> _Answer | str:
-        if not self.has_started():
+        if self.started is None:
             return "it has not started"
         if self._is_silent():
             return "it has not yet answered what it was asked before"

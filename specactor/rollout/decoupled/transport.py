@@ -23,9 +23,7 @@ QUEUE_FRAMES = 256
 _RECEIVE_FRAMES = 1024  # at a time; from all sockets in turns
 _INPUT, _AT_ONCE = int(zmq.POLLIN), int(zmq.NOBLOCK)  # plain: arithmetic of enumerations takes tens of us
 _send = zmq.backend.Socket.send  # without pyzmq's wrapper, which costs as much again and does nothing for bytes
-_CURVE_BYTES = 33  # around a frame: command, nonce, code, flags; they count for ZeroMQ's limit
 _RANDOM_BITS = 22
-_LINGER_MS = 100  # of an engine that closes: its last words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +99,7 @@ class ZmqLink:
 
     def close(self) -> None:
         for socket in self._sockets:
-            socket.close(linger=_LINGER_MS)
+            socket.close(linger=100)  # milliseconds, for its last words
         self._context.term()
 
 
@@ -194,7 +192,8 @@ def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
     socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _CURVE_BYTES)
+    # CURVE puts 33 bytes around a frame: command, nonce, code, flags.
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + 33)
 
 
 def _name(session: int) -> bytes:

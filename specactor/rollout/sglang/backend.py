@@ -26,8 +26,6 @@ from specactor.rollout.sglang.engine_protocol import EngineSpec
 from specactor.rollout.sglang.gpu import graph_sizes
 from specactor.types import FinishReason, RolloutRequest
 
-_ADMISSION_PAUSE_S = 0.005
-_ADMISSION_TRIES = 200
 _MEMORY = ("weights", "kv_cache", "cuda_graph")  # SGLang's names of the memory that can be released
 PROGRESS_TOKENS = 64  # a running request reports after this many tokens
 
@@ -168,10 +166,10 @@ class Backend:
         manager = self._engine.tokenizer_manager
         for request_id in request_ids:
             rid = self._rids.get(request_id, "")
-            for _ in range(_ADMISSION_TRIES):  # SGLang passes over an abort of what it does not know yet
+            for _ in range(200):  # SGLang passes over an abort of what it does not know yet
                 if rid in manager.rid_to_state or self._rids.get(request_id) != rid:
                     break
-                await asyncio.sleep(_ADMISSION_PAUSE_S)
+                await asyncio.sleep(0.005)
             if rid:
                 manager.abort_request(rid)
 

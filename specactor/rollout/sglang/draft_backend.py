@@ -1,11 +1,12 @@
 """The draft model of a drafter process, for many engines' requests in one batch.
 
-Invariants: those of `draft_runner`, whatever the size of its pool.
+Invariants: those of `draft_runner`. There is room for what `drafter_side` mirrors, by its bound; what has none in spite
+of it is not drafted for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,14 +81,14 @@ class DraftBackend(Continuer):
         answers: list[list[int]] = [[] for _ in lanes]
         self._runners_up = [UNKNOWN] * len(lanes)
         self._runner.runners_up = [] if self.wants_runners_up else None
-        for batch in self._batches(lanes):
-            texts = list(batch.values())
-            while behind := [text for text in texts if self._runner.is_behind(text)]:
-                self._runner.prefill(behind)
-            drafts = self._runner.draft(texts)
-            runners_up = [UNKNOWN] * len(drafts) if self._runner.runners_up is None else self._runner.runners_up
-            for i, draft, runner_up in zip(batch, drafts, runners_up, strict=True):
-                answers[i], self._runners_up[i] = draft, runner_up
+        placed = self._placed(lanes)
+        texts = list(placed.values())
+        while behind := [text for text in texts if self._runner.is_behind(text)]:
+            self._runner.prefill(behind)
+        drafts = self._runner.draft(texts)
+        runners_up = [UNKNOWN] * len(drafts) if self._runner.runners_up is None else self._runner.runners_up
+        for i, draft, runner_up in zip(placed, drafts, runners_up, strict=True):
+            answers[i], self._runners_up[i] = draft, runner_up
         for i in range(len(lanes)):
             self._slots.free((BRANCH, i))
         return answers
@@ -106,26 +107,11 @@ class DraftBackend(Continuer):
             known.cache.cut(len(lane.prompt_ids) + lane.agreed)
         known.output = len(lane.tokens)
 
-    def _batches(self, lanes: Sequence[Lane]) -> Iterator[dict[int, DraftText]]:
-        """Yield lanes with room, by index, in as few batches as possible."""
-        asked = {lane.key for lane in lanes if lane.branch is None}  # others lose their place first
-        batch: dict[int, DraftText] = {}
-        for i, lane in enumerate(lanes):
-            if lane.branch is not None:
-                continue
-            text = self._place(lane, asked) or self._place(lane, {lanes[j].key for j in batch})
-            if text is None and batch:
-                yield batch
-                batch = {}
-                text = self._place(lane, ())
-            if text is not None:
-                batch[i] = text
-        for i, lane in enumerate(lanes):
-            branch = self._branch(i, lane) if lane.branch is not None else None
-            if branch is not None:
-                batch[i] = branch
-        if batch:
-            yield batch
+    def _placed(self, lanes: Sequence[Lane]) -> dict[int, DraftText]:
+        """Return the texts of lanes that have room, by index; branches last, since they read their requests' keys."""
+        own = {i: self._place(lane) for i, lane in enumerate(lanes) if lane.branch is None}
+        branches = {i: self._branch(i, lane) for i, lane in enumerate(lanes) if lane.branch is not None}
+        return {i: text for i, text in (own | branches).items() if text is not None}
 
     def _branch(self, i: int, lane: Lane) -> DraftText | None:
         """Return a branch's text, which reads its request's own keys, or None."""
@@ -134,28 +120,19 @@ class DraftBackend(Continuer):
         length, total = len(lane.prompt_ids) + lane.branch, len(lane.prompt_ids) + len(lane.tokens)
         if known is None or row is None or known.cache.cached < length or total > self._runner.context_length:
             return None
-        if not self._slots.free_rows or not self._slots.free_blocks or total - length > BLOCK_TOKENS:
+        if total - length > BLOCK_TOKENS or (reserved := self._slots.reserve((BRANCH, i), 1)) is None:
             return None
-        reserved = self._slots.reserve((BRANCH, i), 1)
-        assert reserved is not None
         self._runner.share(row, reserved.row, length=length, block=reserved.new_blocks[0][1])
         return _text(lane, reserved.row, SequenceCache(cached=length))
 
-    def _place(self, lane: Lane, in_use: Collection[Hashable]) -> DraftText | None:
+    def _place(self, lane: Lane) -> DraftText | None:
         """Return the text in its page-table row, or None without room."""
         tokens = len(lane.prompt_ids) + len(lane.tokens)
-        if tokens > self._runner.context_length:
+        if tokens > self._runner.context_length or (reserved := self._slots.reserve(lane.key, tokens)) is None:
             return None
-        reserved = self._slots.reserve(lane.key, tokens, in_use=in_use)
-        if reserved is None:
-            return None
-        for evicted in reserved.evicted:
-            del self._known[evicted]
         for index, block in reserved.new_blocks:
             self._runner.place(reserved.row, index * BLOCK_TOKENS, block)
-        # an earlier batch of this call may have evicted it
-        known = self._known.setdefault(lane.key, _Known(lane.prompt_ids, len(lane.tokens)))
-        return _text(lane, reserved.row, known.cache)
+        return _text(lane, reserved.row, self._known[lane.key].cache)
 
 
 def _text(lane: Lane, row: int, cache: SequenceCache) -> DraftText:

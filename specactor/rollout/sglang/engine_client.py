@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -35,15 +35,13 @@ from specactor.rollout.sglang.engine_protocol import (
     Start,
     ToEngine,
 )
-from specactor.rollout.speculation.counters import Counts, Figures
+from specactor.rollout.speculation.counters import Counts
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
 
 __all__ = ["Engine", "EngineSpec"]
 
 _COMMAND_TIMEOUT_S = 60.0
-_FLUSH_TRIES = 20
-_FLUSH_PAUSE_S = 0.1
 
 
 class Engine(ChildProcess[FromEngine]):
@@ -81,27 +79,25 @@ class Engine(ChildProcess[FromEngine]):
         on_finished: Callable[[Trajectory], None] | None = None,
         on_progress: Callable[[RolloutRequest, Trajectory], None] | None = None,
         report_tokens: int = 0,
-        timeout_s: float | None = None,
     ) -> list[Trajectory]:
         """Return responses in the order of `requests`; callbacks run in the caller's thread.
 
         `on_progress` sees what a request has after every `report_tokens` tokens, without experts.
 
         Raises ChildDied when the engine dies or shows no progress for `EngineConfig.request_timeout_s`, and
-        EngineError, the engine being unharmed, when a request cannot be served or `timeout_s` for all is over.
+        EngineError, the engine being unharmed, when a request cannot be served.
         """
         if not requests:
             return []
         if self.ready is None:
             raise EngineError(f"{self.name} is not ready. Call wait_ready first.")
         check_servable(requests, self.spec, self.ready)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         finished: dict[int, Trajectory] = {}
         running: dict[int, _Parts] = {}
         bare = [resume.bare(request) for request in requests]
         with self.call(Generate(requests=bare, report_tokens=report_tokens)) as call:
             while True:
-                message = self._next(call, deadline)
+                message = self._next(call)
                 if isinstance(message, Done):
                     break
                 if isinstance(message, Failed):
@@ -127,10 +123,10 @@ class Engine(ChildProcess[FromEngine]):
 
     def flush(self) -> None:
         """Drop the prefix cache. Raises EngineError when requests are running."""
-        for _ in range(_FLUSH_TRIES):  # the last response comes a moment before the scheduler counts itself idle
+        for _ in range(20):  # the last response comes a moment before the scheduler counts itself idle
             if all(self.rank_call("flush", b"", timeout_s=_COMMAND_TIMEOUT_S)):
                 return
-            time.sleep(_FLUSH_PAUSE_S)
+            time.sleep(0.1)
         raise EngineError(f"{self.name}: flush: requests are still running. Abort them or wait for them first.")
 
     def parse_tools(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
@@ -161,13 +157,6 @@ class Engine(ChildProcess[FromEngine]):
         reply = self.rank_call(speculation_calls.REPORT, b"", timeout_s=_COMMAND_TIMEOUT_S)[0]  # rank 0 decides
         return msgspec.json.decode(reply, type=dict[str, Counts])
 
-    def speculation_figures(self) -> Figures:
-        """Return what drafters counted themselves; see `Drafter.figures`."""
-        if self.spec.speculation.mode == "off":
-            return {}
-        reply = self.rank_call(speculation_calls.FIGURES, b"", timeout_s=_COMMAND_TIMEOUT_S)[0]
-        return msgspec.json.decode(reply, type=Figures)
-
     def trace(self, *, on: bool) -> list[Span]:
         """Return the spans since the last call; record from now on, or do not."""
         if self.spec.speculation.mode == "off":
@@ -188,28 +177,14 @@ class Engine(ChildProcess[FromEngine]):
         """Take all other memory again."""
         self._do(Command(verb="resume_memory"))
 
-    def stop(self) -> None:
-        if self.ready is None:
-            self.kill()
-        super().stop()
-
-    def _next(self, call: Call[FromEngine], deadline: float | None) -> FromEngine:
-        """Return the next message, bounded by progress and by the deadline."""
-        patience = self.spec.config.request_timeout_s
-        began = time.monotonic()
-        left = float("inf") if deadline is None else deadline - began
-        while True:
-            quiet = time.monotonic() - max(began, self.moved_s)  # it may wait for others of this engine
-            gone = time.monotonic() - began
-            try:
-                return call.next(min(patience - quiet, left - gone))
-            except TimeoutError:
-                gone = time.monotonic() - began
-            if gone >= left:
-                self.abort()
-                raise EngineError(f"{self.name}: generation was not over in time and was aborted")
-            if time.monotonic() - max(began, self.moved_s) >= patience:
-                raise self._given_up(f"made no progress for {patience:g} s and was ended.")
+    def _next(self, call: Call[FromEngine]) -> FromEngine:
+        """Return the next message; an engine that makes no progress is ended (ChildDied)."""
+        patience, began = self.spec.config.request_timeout_s, time.monotonic()
+        # It may wait for others of this engine.
+        while (left := patience - (time.monotonic() - max(began, self.moved_s))) > 0:
+            with suppress(TimeoutError):
+                return call.next(left)
+        raise self._given_up(f"made no progress for {patience:g} s and was ended.")
 
     def _do(self, message: Command) -> None:
         answer = self._ask(message, _COMMAND_TIMEOUT_S)

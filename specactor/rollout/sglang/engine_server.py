@@ -32,9 +32,6 @@ from specactor.rollout.sglang.engine_protocol import (
     ToEngine,
 )
 
-_PROGRESS_EVERY_S = 1.0
-_BACKSTOP_S = 30.0  # the trainer rank gives up first, and ends the engine: a rank that hangs cannot be used again
-
 
 def run(connection: socket.socket) -> None:
     """Serve until the end of the stream."""
@@ -122,7 +119,8 @@ class _Server:
             case RankCall():
                 async with self._rank_calls:
                     loop = asyncio.get_running_loop()
-                    patience = message.timeout_s + _BACKSTOP_S
+                    # The trainer rank gives up first, and ends the engine: a rank that hangs cannot be used again.
+                    patience = message.timeout_s + 30.0
                     replies = await loop.run_in_executor(
                         None, self._backend.rank_call, message.name, message.payload, patience
                     )
@@ -160,7 +158,7 @@ class _Server:
             elif message.report_tokens:
                 news = Progress(request=index, token_ids=state[0], logprobs=state[1])
                 await self._send(call, news, last=False)
-            elif time.monotonic() - reported > _PROGRESS_EVERY_S:
+            elif time.monotonic() - reported > 1.0:
                 reported = time.monotonic()
                 await self._send(call, Progress(), last=False)
 

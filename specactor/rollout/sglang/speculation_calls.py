@@ -22,14 +22,10 @@ from specactor.rollout.speculation.speculator import Speculator
 CONFIGURE = f"{__name__}:configure"
 """Rank call: speculate like this `SpeculationConfig` (JSON) from the next round on. For `specactor profile`, tests and
 benchmarks; a run's setting comes by `SPECULATION`."""
-REPORT = f"{__name__}:report"
-"""Rank call: `Counts` per drafter since the last one, of rank 0."""
-FIGURES = f"{__name__}:figures"
-"""Rank call: what drafters count themselves, since the last one, of rank 0: `Figures`."""
+REPORT = f"{__name__}:report"  # rank call: `Counts` per drafter since the last one, of rank 0
 TRACE = f"{__name__}:trace"
 """Rank call: the spans recorded since the last one, of rank 0, as MessagePack. Payload: "on" or "off", from now on."""
-ROUNDS = f"{__name__}:rounds"
-"""Rank call: `Rounds` since `CONFIGURE`, of rank 0."""
+ROUNDS = f"{__name__}:rounds"  # rank call: `Rounds` since `CONFIGURE`, of rank 0
 SPECULATION = "SPECACTOR_SPECULATION"
 """Environment variable by which an engine's processes get the configuration that they start with."""
 DRAFTERS = "SPECACTOR_DRAFTERS"
@@ -103,11 +99,6 @@ def configure(rank: Any, payload: bytes) -> bytes:
 def report(rank: Any, payload: bytes) -> bytes:
     speculator = _worker(rank).speculator
     return msgspec.json.encode(speculator.report() if speculator is not None else {})
-
-
-def figures(rank: Any, payload: bytes) -> bytes:
-    speculator = _worker(rank).speculator
-    return msgspec.json.encode(speculator.drafter_set.figures() if speculator is not None else {})
 
 
 def trace(rank: Any, payload: bytes) -> bytes:

@@ -136,8 +136,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         """Requests of the last round with drafts, and how many tokens each emitted."""
         self._plain_left = 0  # rounds from now on that are plain; the same on all ranks
         self._plain_for = 0  # requests of the round that promised them
-        self.meanwhile: Callable[[], None] = lambda: None
-        """Called once a round with drafts is launched."""
+        self.meanwhile: Callable[[], None] = lambda: None  # called once a round with drafts is launched
         # On a CPU a round is over when it was launched, and there is nothing to hide.
         self.overlaps = os.environ.get(overlap.VARIABLE) != "0" and server_args.device != "cpu"
         self.rounds = RoundTrace()
@@ -155,7 +154,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         if self.speculator is not None:
             self.speculator.drafter_set.stop()
         if speculator is not None:
-            speculator.record(self.rounds.recorder)
+            speculator.recorder = self.rounds.recorder
         self._running.clear()
         self._plain_left = 0
         self.speculator = speculator

@@ -21,10 +21,8 @@ from numpy.typing import NDArray
 
 from specactor.errors import PlanError
 
-CONFIDENCES = 4
-"""Levels of a drafter's confidence in a draft: 0 .. CONFIDENCES - 1."""
-SURE = 8.0
-"""Times as many trials as of all drafts that `AcceptanceModel.limit` keeps of drafts of one confidence."""
+CONFIDENCES = 4  # levels of a drafter's confidence in a draft: 0 .. CONFIDENCES - 1
+SURE = 8.0  # times as many trials as of all drafts that `AcceptanceModel.limit` keeps of drafts of one confidence
 Floats = NDArray[np.float64]
 Counts = NDArray[np.intp]
 
@@ -102,25 +100,17 @@ class AcceptanceModel:
     """Estimates one drafter's acceptance, overall and by request, whose odds are the drafter's times an odds ratio.
     Estimates are Beta means of counts that are forgotten exponentially."""
 
-    max_window: int
-    """Positions that are told apart; later draft tokens are ignored."""
-    prior_rate: float = 0.7
-    """Prior mean of a_1, in (0, 1); hopeful, so that a new drafter is tried."""
-    prior_decay: float = 0.97
-    """Prior mean of a_j over the estimate of a_{j-1}, in (0, 1]."""
-    prior_weight: float = 8.0
-    """Trials per position that the prior is worth."""
-    memory: float = 2000.0
-    """Trials of a position that count; older ones fade (half after 0.7 times this)."""
-    request_weight: float = 16.0
-    """Trials that the drafter's rate is worth against a request's own."""
-    request_memory: float = 64.0
-    """Verifies of a request that count: its text changes on the way."""
+    max_window: int  # positions that are told apart; later draft tokens are ignored
+    prior_rate: float = 0.7  # prior mean of a_1, in (0, 1); hopeful, so that a new drafter is tried
+    prior_decay: float = 0.97  # prior mean of a_j over the estimate of a_{j-1}, in (0, 1]
+    prior_weight: float = 8.0  # trials per position that the prior is worth
+    memory: float = 2000.0  # trials of a position that count; older ones fade (half after 0.7 times this)
+    request_weight: float = 16.0  # trials that the drafter's rate is worth against a request's own
+    request_memory: float = 64.0  # verifies of a request that count: its text changes on the way
 
     _told: dict[str, int] = field(init=False, repr=False, default_factory=dict)
     """Confidence in the present draft, by request."""
-    _row: dict[str, int] = field(init=False, repr=False, default_factory=dict)
-    """Row of `_seen`, by request."""
+    _row: dict[str, int] = field(init=False, repr=False, default_factory=dict)  # row of `_seen`, by request
 
     def __post_init__(self) -> None:
         assert self.max_window >= 1, "use mode off to disable speculation"

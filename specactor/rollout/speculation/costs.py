@@ -24,35 +24,18 @@ from numpy.typing import NDArray
 from specactor.errors import DataError, PlanError
 from specactor.rollout.speculation.windows import OFF
 
-VERSION = 1
-"""Version of the file; a table of another one is refused: it may mean something else."""
+VERSION = 1  # version of the file; a table of another one is refused: it may mean something else
 Number = TypeVar("Number", float, NDArray[np.float64])
 Point = tuple[int, int, float]
 """A measured round: (requests, total, seconds). `total` is rows of a verify, or requests * window of a draft."""
-MAX_NODES = 12
-"""Most points of a fitted axis: ragged rounds have a different number of tokens per request each."""
-BOUNDS = (0.25, 4.0)
-"""Bounds of a correction: what is further off is a stall, or a table of another machine."""
-RATIOS = 31
-"""Rounds of a kind whose median is its correction."""
-MIN_RATIOS = 5
-"""Fewest rounds of a kind for a correction: a median of fewer follows single stalls."""
-MAX_POINTS = 1024
-"""Rounds of each kind that are remembered."""
-FIRST_FIT = 12
-"""Rounds before the first fit."""
-GROWTH = 2
-"""The next fit comes after this many times as many rounds."""
-MAX_INTERVAL = 2048
-"""Most rounds between two fits."""
-CURVES = 256
-"""Size of the cache of `verify_curve`."""
-UNFITTED = 8
-"""Newest rounds that say what drafting costs while the table lacks the drafter."""
-TRIED = (0, 2, 4, 1)
-"""Windows to try, in turns, while there is no table; those beyond the largest are cut to it."""
-METHOD = "decoupled"
-"""Name of the draft method of drafter processes."""
+MAX_NODES = 12  # most points of a fitted axis: ragged rounds have a different number of tokens per request each
+BOUNDS = (0.25, 4.0)  # bounds of a correction: what is further off is a stall, or a table of another machine
+RATIOS = 31  # rounds of a kind whose median is its correction
+MIN_RATIOS = 5  # fewest rounds of a kind for a correction: a median of fewer follows single stalls
+MAX_POINTS = 1024  # rounds of each kind that are remembered
+FIRST_FIT = 12  # rounds before the first fit
+TRIED = (0, 2, 4, 1)  # windows to try, in turns, while there is no table; those beyond the largest are cut to it
+METHOD = "decoupled"  # name of the draft method of drafter processes
 REMEASURE = "Measure the table again."
 
 
@@ -64,8 +47,7 @@ class Grid:
 
     requests: tuple[float, ...]
     per_request: tuple[float, ...]
-    seconds: tuple[tuple[float, ...], ...]
-    """[requests][per_request]"""
+    seconds: tuple[tuple[float, ...], ...]  # [requests][per_request]
 
     def __post_init__(self) -> None:
         for name, axis in (("requests", self.requests), ("per_request", self.per_request)):
@@ -139,8 +121,7 @@ class Grid:
 class ProcessCosts:
     """Seconds of drafting in a process of its own; grids over (requests, 1)."""
 
-    token_s: Grid
-    """From one token of each request to the next, its loop and messages included (`decoupled.spec.Work`)."""
+    token_s: Grid  # from one token of each request to the next, its loop and messages included (`decoupled.spec.Work`)
     ahead_s: Grid
     """On the engine, of a round beside the verify, without waits for drafts: hearing the process, and what the process
     takes from the engine."""
@@ -154,14 +135,10 @@ class CostTable:
     model: str
     device: str
     date: str
-    verify: Grid
-    """A target forward over `per_request` tokens of each request."""
-    plain: Grid
-    """A decode step without speculation."""
-    drafters: Mapping[str, Grid]
-    """Drafting `per_request` tokens for each request, by drafter."""
-    process: ProcessCosts | None = None
-    """Costs of a drafter process (METHOD), if one was measured."""
+    verify: Grid  # a target forward over `per_request` tokens of each request
+    plain: Grid  # a decode step without speculation
+    drafters: Mapping[str, Grid]  # drafting `per_request` tokens for each request, by drafter
+    process: ProcessCosts | None = None  # costs of a drafter process (METHOD), if one was measured
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -170,10 +147,6 @@ class CostTable:
     def only(self, methods: Collection[str]) -> CostTable:
         drafters = {name: grid for name, grid in self.drafters.items() if name in methods}
         return replace(self, drafters=drafters, process=self.process if METHOD in methods else None)
-
-    def __post_init__(self) -> None:
-        if self.version != VERSION:
-            raise PlanError(f"cost table: got version {self.version}, expected {VERSION}. {REMEASURE}")
 
     def verify_s(self, requests: int, tokens: float) -> float:
         """Return the seconds of a forward over `tokens` rows, roots included."""
@@ -264,8 +237,7 @@ class Correction:
 
     def __init__(self) -> None:
         self._ratios: dict[str, deque[float]] = {}
-        self._factors: dict[str, float] = {}
-        """Cache of `factor`, by kind."""
+        self._factors: dict[str, float] = {}  # cache of `factor`, by kind
 
     def observe(self, kind: str, *, predicted_s: float, measured_s: float) -> None:
         """Note a round. `predicted_s` is the table's, without this correction."""
@@ -290,14 +262,11 @@ class OnlineCosts:
     def __init__(self, table: CostTable | None = None) -> None:
         self._given = table
         self.correction = Correction()
-        self.plain: deque[Point] = deque(maxlen=MAX_POINTS)
-        """Rounds on the engine's plain path."""
-        self.verifies: deque[Point] = deque(maxlen=MAX_POINTS)
-        """Other rounds, also those in which nobody had a draft."""
+        self.plain: deque[Point] = deque(maxlen=MAX_POINTS)  # rounds on the engine's plain path
+        self.verifies: deque[Point] = deque(maxlen=MAX_POINTS)  # other rounds, also those in which nobody had a draft
         self.drafts: dict[str, deque[Point]] = {}
         self._rounds = 0
-        self._sizes: set[int] = set()
-        """Numbers of requests that were seen, one of each magnitude."""
+        self._sizes: set[int] = set()  # numbers of requests that were seen, one of each magnitude
         self._next_fit = FIRST_FIT
         self._use(table)
 
@@ -328,8 +297,8 @@ class OnlineCosts:
         """Return the seconds by depth; 0 for an unmeasured drafter."""
         if drafter in self._known().drafters:
             return lambda depth: self._draft_s(drafter, requests, depth)
-        latest = list(islice(reversed(self.drafts.get(drafter, ())), UNFITTED))
-        # In proportion to the tokens, until the table has this drafter.
+        # In proportion to the tokens of the newest rounds, until the table has this drafter.
+        latest = list(islice(reversed(self.drafts.get(drafter, ())), 8))
         token_s = median(seconds / total for _, total, seconds in latest) if latest else 0.0
         return lambda depth: token_s * requests * depth
 
@@ -382,13 +351,13 @@ class OnlineCosts:
         if all(rows == requests for requests, rows, _ in self.verifies):
             self._next_fit = self._rounds + FIRST_FIT  # nothing says what a row costs
             return
-        self._next_fit = self._rounds + min(self._rounds * (GROWTH - 1), MAX_INTERVAL)
+        self._next_fit = self._rounds + min(self._rounds, 2048)  # after twice as many
         try:
             self._use(
                 CostTable.fit(
                     self.verifies,
                     plain=self.plain,
-                    drafters={name: points for name, points in self.drafts.items() if _varied(points)},
+                    drafters={name: of for name, of in self.drafts.items() if len({point[:2] for point in of}) > 1},
                 )
             )
         except PlanError:
@@ -399,7 +368,7 @@ class OnlineCosts:
         self._table = table
         self._plain_s = cache(lambda requests: self._known().plain_s(requests))
         self._draft_s = cache(lambda drafter, requests, depth: self._known().draft_s(drafter, requests, depth))
-        self._curve = lru_cache(CURVES)(lambda requests, rows: self._known().verify_curve(requests, rows))
+        self._curve = lru_cache(256)(lambda requests, rows: self._known().verify_curve(requests, rows))
 
     def _known(self) -> CostTable:
         assert self._table is not None, "ask for `wanted` windows until there is a table"
@@ -460,7 +429,3 @@ def _fit_line(points: Sequence[Point]) -> tuple[float, float, float]:
                 full[term] = value
             best, best_error = (full[0], full[1], full[2]), error
     return best
-
-
-def _varied(points: Sequence[Point] | deque[Point]) -> Sequence[Point] | deque[Point]:
-    return points if len({point[:2] for point in points}) > 1 else ()

@@ -12,49 +12,32 @@ import msgspec
 
 from specactor.config import MAX_WINDOW
 
-PRIOR_DRAFTS = 64
-"""Drafts that an earlier belief about their acceptance is worth beside a step's own."""
-
 
 class Counts(msgspec.Struct, kw_only=True):
     rounds: int = 0
-    speculative_rounds: int = 0
-    """Rounds with any draft token."""
-    verifies: int = 0
-    """Requests, summed over speculative rounds."""
-    emitted: int = 0
-    """Tokens of speculative rounds."""
+    speculative_rounds: int = 0  # rounds with any draft token
+    verifies: int = 0  # requests, summed over speculative rounds
+    emitted: int = 0  # tokens of speculative rounds
     drafted: int = 0
     accepted: int = 0
     drafted_at: list[int] = msgspec.field(default_factory=lambda: [0] * MAX_WINDOW)
     """Tokens drafted, by position in the draft."""
     accepted_at: list[int] = msgspec.field(default_factory=lambda: [0] * MAX_WINDOW)
-    draft_s: float = 0.0
-    """With the choice of what to verify, and with drafts that were not verified."""
-    verify_s: float = 0.0
-    """The rest of the rounds."""
+    draft_s: float = 0.0  # with the choice of what to verify, and with drafts that were not verified
+    verify_s: float = 0.0  # the rest of the rounds
     predicted_s: float = 0.0
-    measured_s: float = 0.0
-    """Both are of the rounds for which a time was predicted."""
-    failures: int = 0
-    """Calls in which a drafter raised, or returned the wrong number of drafts."""
-    cut_drafts: int = 0
-    """Drafts that were too long, or had what is no token; they are verified up to there."""
-    problems: list[str] = msgspec.field(default_factory=list)
-    """What was wrong with a drafter; each once."""
-    rested: int = 0
-    """Rounds on the engine's plain path."""
-    switches: int = 0
-    """Requests that came to this drafter from another, which had a draft, too."""
+    measured_s: float = 0.0  # both are of the rounds for which a time was predicted
+    failures: int = 0  # calls in which a drafter raised, or returned the wrong number of drafts
+    cut_drafts: int = 0  # drafts that were too long, or had what is no token; they are verified up to there
+    problems: list[str] = msgspec.field(default_factory=list)  # what was wrong with a drafter; each once
+    rested: int = 0  # rounds on the engine's plain path
+    switches: int = 0  # requests that came to this drafter from another, which had a draft, too
+    figures: dict[str, float] = msgspec.field(default_factory=dict)
+    """What the drafter counts itself, by the names of `metrics.SPECULATION`."""
 
     @property
     def wasted(self) -> int:
         return self.drafted - self.accepted
-
-    def acceptance(self, believed: float) -> float:
-        """Return P(a draft's first token is accepted), with prior mean `believed`."""
-        accepted = self.accepted_at[0] + PRIOR_DRAFTS * believed
-        return accepted / (self.drafted_at[0] + PRIOR_DRAFTS)
 
     def round(
         self,
@@ -101,13 +84,12 @@ class Counts(msgspec.Struct, kw_only=True):
             if isinstance(value, list)
             else value + theirs[name]
             for name, value in mine.items()
-            if name != "problems"
-        } | {"problems": sorted({*self.problems, *other.problems})}
+            if name not in ("problems", "figures")
+        }
+        names = sorted({*self.figures, *other.figures})
+        summed["figures"] = {name: self.figures.get(name, 0.0) + other.figures.get(name, 0.0) for name in names}
+        summed["problems"] = sorted({*self.problems, *other.problems})
         return msgspec.convert(summed, Counts)
-
-
-Figures = dict[str, dict[str, float]]
-"""Own counts of drafters, by drafter and by the names of `metrics.SPECULATION`."""
 
 
 def _add_at(positions: list[int], lengths: Sequence[int]) -> None:
@@ -121,14 +103,4 @@ def added(parts: Iterable[Mapping[str, Counts]]) -> dict[str, Counts]:
     for part in parts:
         for name, counts in part.items():
             sums[name] = sums.get(name, Counts()) + counts
-    return sums
-
-
-def added_figures(parts: Iterable[Figures]) -> Figures:
-    sums: Figures = {}
-    for part in parts:
-        for drafter, figures in part.items():
-            own = sums.setdefault(drafter, {})
-            for name, value in figures.items():
-                own[name] = own.get(name, 0.0) + value
     return sums

@@ -10,11 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from specactor.trace import Recorder
-
-HISTORY_TOKENS = 1_000_000
-"""Earlier text that a drafter over text keeps, at 210 to 420 bytes per token."""
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DraftSequence:
@@ -43,8 +38,6 @@ class Drafter(ABC):
     """Whether drafting is so cheap that it comes before windows are chosen, at the largest window."""
     drafts_ahead: bool = False
     """Whether it drafts elsewhere while the engine goes on. It learns nothing from ended requests."""
-    recorder: Recorder = Recorder()
-    """The engine's trace; off by default."""
     is_verified: bool = True
     """Whether the drafts of this round would be verified, and not only looked at."""
     expects: bool = False
@@ -84,7 +77,7 @@ class Drafter(ABC):
         """The target has new weights; no request is running."""
 
     def figures(self) -> dict[str, float]:
-        """Return its own counts and seconds since the last call, by their names in `metrics.SPECULATION`."""
+        """Return its own counts and seconds since the last call; those named in `metrics.SPECULATION` are logged."""
         return {}
 
     def stop(self) -> None:  # noqa: B027  (optional)

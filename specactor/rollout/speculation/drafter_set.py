@@ -8,24 +8,20 @@ counted and logged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.speculation.counters import Figures
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.estimates import Estimates
+from specactor.rollout.speculation.estimates import NEW_WEIGHTS_WEIGHT, Estimates
 from specactor.rollout.speculation.verification import Decision, Drafts, common, existing
 from specactor.rollout.speculation.windows import OFF
 
-FAILURES = 3
-"""A drafter that raised this often is not asked again."""
-LOOK_TRIALS = 8.0
-"""Trials that earlier evidence about acceptance is worth when a look brings new."""
-ABSENT = 5
-"""While no drafter is there, one is looked for every 2, 4, 8, .. 2**ABSENT rounds."""
+FAILURES = 3  # a drafter that raised this often is not asked again
+LOOK_TRIALS = 8.0  # trials that earlier evidence about acceptance is worth when a look brings new
+ABSENT = 5  # while no drafter is there, one is looked for every 2, 4, 8, .. 2**ABSENT rounds
 
 _LOG = logging.getLogger(__name__)
 _Kind = Literal["text", "model"]
@@ -51,13 +47,10 @@ class DrafterSet:
         decides: bool = True,
     ) -> None:
         self.config = config
-        self.vocab_size: int | None = None
-        """Tokens from this one on do not exist; None: all do."""
+        self.vocab_size: int | None = None  # tokens from this one on do not exist; None: all do
         self.drafters = {drafter.name: drafter for drafter in drafters}
-        self.there = set(self.drafters)
-        """Those that can have drafts, as of the last `find`."""
-        self._by_kind: dict[_Kind, list[Drafter]] = {"text": [], "model": []}
-        """Those that are told."""
+        self.there = set(self.drafters)  # those that can have drafts, as of the last `find`
+        self._by_kind: dict[_Kind, list[Drafter]] = {"text": [], "model": []}  # those that are told
         for drafter in drafters:
             if decides or not drafter.drafts_first:
                 self._by_kind[_kind(drafter)].append(drafter)
@@ -65,10 +58,8 @@ class DrafterSet:
         self._failures = dict.fromkeys(self.drafters, 0)
         self._problems: set[str] = set()
         self._running: dict[str, _Request] = {}
-        self._versions: dict[str, int] = {}
-        """Each drafter's version, as of the last `find`."""
-        self._missed = 0
-        """Times in a row that none was there."""
+        self._versions: dict[str, int] = {}  # each drafter's version, as of the last `find`
+        self._missed = 0  # times in a row that none was there
 
     # ------------------------------------------------------------------------------------- what drafters are told
 
@@ -130,7 +121,7 @@ class DrafterSet:
                 there.add(name)
                 version = drafter.version
                 if version > self._versions.setdefault(name, version):
-                    self._estimates.drafter_changed(name)
+                    self._acceptance[name].new_version(NEW_WEIGHTS_WEIGHT)
                 self._versions[name] = version
             elif drafter.expects:
                 asked.add(name)
@@ -143,10 +134,6 @@ class DrafterSet:
 
     def expects(self) -> bool:
         return any(self.drafters[name].expects for name in self.there)
-
-    def expect_verifying(self, names: Container[str]) -> None:
-        for name, drafter in self.drafters.items():
-            drafter.is_verified = name in names
 
     # ------------------------------------------------------------------------------------------------ what is drafted
 
@@ -210,16 +197,14 @@ class DrafterSet:
             decision.drafter = names[0]
         return decision
 
-    def figures(self) -> Figures:
-        figures: Figures = {}
+    def note_figures(self) -> None:
+        """Add what drafters counted themselves to their counts."""
 
         def ask(drafter: Drafter) -> None:
-            if counted := drafter.figures():
-                figures[drafter.name] = counted
+            self._estimates.counts[drafter.name].figures = drafter.figures()
 
         for drafter in self.drafters.values():
             self.call(drafter, ask, drafter)
-        return figures
 
     def stop(self) -> None:
         for drafter in self.drafters.values():

@@ -16,17 +16,14 @@ from specactor.rollout.speculation.probing import Seen
 from specactor.rollout.speculation.verification import Credit, Decision, common, credits_of
 from specactor.rollout.speculation.windows import OFF
 
-NEW_WEIGHTS_WEIGHT = 0.5
-"""Weight of earlier evidence once the weights of the policy, or of a drafter, have changed."""
-AFTER_RATE = 0.3
-"""Prior acceptance of a first token where earlier drafts were wrong; hopeful."""
+NEW_WEIGHTS_WEIGHT = 0.5  # weight of earlier evidence once the weights of the policy, or of a drafter, have changed
 
 
 class Estimates:
     def __init__(self, drafters: Mapping[str, Drafter], *, max_window: int, table: CostTable | None = None) -> None:
         self.acceptance = {name: AcceptanceModel(max_window=max_window) for name in drafters}
-        self.after = {name: AcceptanceModel(max_window=max_window, prior_rate=AFTER_RATE) for name in drafters}
-        """Of a draft's own tokens in a tree, where all earlier drafts were wrong."""
+        self.after = {name: AcceptanceModel(max_window=max_window, prior_rate=0.3) for name in drafters}
+        """Of a draft's own tokens in a tree, where all earlier drafts were wrong. The prior is hopeful."""
         self.costs = OnlineCosts(table)
         self.counts: dict[str, Counts] = {name: Counts() for name in (OFF, *drafters)}
         self._drafts_first = {name: drafter.drafts_first for name, drafter in drafters.items()}
@@ -39,9 +36,6 @@ class Estimates:
     def policy_changed(self) -> None:
         for model in (*self.acceptance.values(), *self.after.values()):
             model.new_version(NEW_WEIGHTS_WEIGHT)
-
-    def drafter_changed(self, name: str) -> None:
-        self.acceptance[name].new_version(NEW_WEIGHTS_WEIGHT)
 
     def looked(self, looks: Mapping[str, Sequence[Seen]]) -> None:
         for name, seen in looks.items():

@@ -13,55 +13,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 
-import numpy as np
-
-from specactor.rollout.speculation.acceptance import Floats, survival_of
-from specactor.rollout.speculation.decoupled_rounds import LiveCosts, speeds
+from specactor.rollout.speculation.acceptance import Floats
 from specactor.rollout.speculation.verification import Drafts, common, held
 from specactor.rollout.speculation.windows import OFF
 
-MOST_REQUESTS = 16
-"""Requests with further drafts in a round, at most: each takes 0.1 ms to look at."""
-
-
-def speedup(rate: float, costs: LiveCosts) -> float:
-    """Return the predicted speed over plain decoding, with the best window."""
-    return float(_by_window(rate, costs).max()) * costs.plain_s
-
-
-def ranked(rates: Mapping[str, float], costs: Mapping[str, LiveCosts]) -> list[str]:
-    """Return methods by `speedup`, the best first, then by name."""
-    return sorted(rates, key=lambda name: (-speedup(rates[name], costs[name]), name))
-
-
-def best_window(rate: float, costs: LiveCosts) -> int:
-    return int(_by_window(rate, costs).argmax()) + 1
-
-
-def gain_after(waking: float, left: float, faster: float) -> float:
-    """Return the speed-up of a request with `left` tokens, `faster` times as fast after `waking` of them."""
-    assert waking >= 0, waking
-    assert left > 0, left
-    assert faster >= 1, faster
-    before = min(waking, left)
-    return left / (before + (left - before) / faster)
-
-
-def _by_window(rate: float, costs: LiveCosts) -> Floats:
-    by_window_W: Floats = speeds(np.array([survival_of(rate, len(costs.draft_s))]), costs)[0]
-    return by_window_W
-
-
-def combined(survival_MW: Floats, *, alike: float) -> Floats:
-    """Return [W]: P(some method has its first j draft tokens accepted).
-
-    `alike` 0: methods agree with the target independently; 1: where the best fails all fail; linear in between.
-    """
-    assert 0 <= alike <= 1, alike
-    best_W = survival_MW.max(axis=0)
-    apart_W = 1.0 - np.prod(1.0 - survival_MW, axis=0)
-    joined_W: Floats = best_W + (1.0 - alike) * (apart_W - best_W)
-    return joined_W
+MOST_REQUESTS = 16  # requests with further drafts in a round, at most: each takes 0.1 ms to look at
 
 
 def further(
@@ -139,12 +95,9 @@ def survivals(
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
     drafts: Drafts
-    survivals: list[list[float]]
-    """Per request, of all its draft tokens, falling."""
-    owners: list[list[str]]
-    """Per request, whose these tokens are."""
-    shared: dict[str, list[int]]
-    """Per drafter and request, tokens that an earlier draft has, too."""
+    survivals: list[list[float]]  # per request, of all its draft tokens, falling
+    owners: list[list[str]]  # per request, whose these tokens are
+    shared: dict[str, list[int]]  # per drafter and request, tokens that an earlier draft has, too
 
     def chosen(self, windows: Sequence[int]) -> Drafts:
         owners = [of_request[:window] for of_request, window in zip(self.owners, windows, strict=True)]

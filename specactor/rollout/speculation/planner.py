@@ -35,19 +35,14 @@ from specactor.rollout.speculation.windows import (
     whole_drafts,
 )
 
-ENTRY_MARGIN = 0.05
-"""Share by which drafting must be faster to begin: predictions err, and drafters have to catch up."""
+ENTRY_MARGIN = 0.05  # share by which drafting must be faster to begin: predictions err, and drafters have to catch up
 MARGIN = 0.1
 """Tokens per round by which another drafter must promise more before a request changes; a share while there is no
 pace."""
-PACE_ROUNDS = 16
-"""Rounds over which the pace is averaged: that of one depends on who happened to have drafts."""
 USUAL_ROUNDS = 8
 """Rounds over which is averaged what drafters elsewhere promise: one that stopped is left within six times as many."""
-PER_REQUEST = "per request"
-"""Name of the option in which each request has its own drafter."""
-FASTEST = "fastest of N"
-"""Name of the option in which some requests have several."""
+PER_REQUEST = "per request"  # name of the option in which each request has its own drafter
+FASTEST = "fastest of N"  # name of the option in which some requests have several
 
 
 class Planner:
@@ -76,7 +71,11 @@ class Planner:
             if name in self._drafter_set.there:
                 choice = of_drafter(name, model, self._costs, sequences, caps, drafts.get(name), windows=self._windows)
                 found[name] = self._option(name, choice)
-        self._expect(found, requests)
+        plain_s = self._costs.plain_s(requests)
+        for name, option in found.items():
+            if self._drafter_set.drafters[name].drafts_ahead:
+                gain = self.usual_gain(name, tokens=option.choice.emitted / requests, rounds=option.round_s / plain_s)
+                found[name] = replace(option, usual=gain * requests / plain_s)
         ready = [name for name, lists in drafts.items() if any(lists)]
         later = [name for name in found if not self._drafter_set.drafters[name].drafts_first] if requests > 1 else []
         goes_further = self._config.fastest_of > 1 and self.may_stop
@@ -118,13 +117,6 @@ class Planner:
 
     def _option(self, kind: str, choice: Choice, verified: Callable[[Sequence[int]], Drafts] | None = None) -> Option:
         return Option(choice=choice, factor=self._costs.correction.factor(kind), verified=verified)
-
-    def _expect(self, found: dict[str, Option], requests: int) -> None:
-        plain_s = self._costs.plain_s(requests)
-        for name, option in found.items():
-            if self._drafter_set.drafters[name].drafts_ahead:
-                gain = self.usual_gain(name, tokens=option.choice.emitted / requests, rounds=option.round_s / plain_s)
-                found[name] = replace(option, usual=gain * requests / plain_s)
 
     def usual_gain(self, drafter: str, *, tokens: float, rounds: float) -> float:
         """Note a round's tokens per request and its seconds, in plain rounds. Returns the usual speed-up.
@@ -245,7 +237,8 @@ class Owners:
         """Tokens per second and request that the last rounds promised: what a row's seconds are worth."""
 
     def promised(self, pace: float) -> None:
-        self.pace = pace if self.pace is None else self.pace + (pace - self.pace) / PACE_ROUNDS
+        # An average, since that of one round depends on who happened to have drafts.
+        self.pace = pace if self.pace is None else self.pace + (pace - self.pace) / 16
 
     def of(self, ids: Sequence[str], survivals: Mapping[str, Floats], seconds: Mapping[str, Floats]) -> list[str]:
         """Return each request's drafter in this round (Algorithm 2 of 2511.16193); OFF for none.

@@ -14,12 +14,9 @@ from operator import eq
 from specactor.rollout.speculation.acceptance import CONFIDENCES
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 
-SEEN = CONFIDENCES - 1
-"""Tokens before a draft that say how sure it is: so many were right."""
-RESPONSE_BYTES, TOKEN_BYTES = 320, 4
-"""Memory of a response, and of each of its tokens, in CPython."""
-MAX_BYTES = 2**26
-"""200,000 short responses, or 16 million tokens of long ones."""
+SEEN = CONFIDENCES - 1  # tokens before a draft that say how sure it is: so many were right
+RESPONSE_BYTES, TOKEN_BYTES = 320, 4  # memory of a response, and of each of its tokens, in CPython
+MAX_BYTES = 2**26  # 200,000 short responses, or 16 million tokens of long ones
 
 
 class PreviousDrafter(Drafter):

@@ -13,24 +13,15 @@ from typing import NamedTuple
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.verification import common
 
-LOOK_EVERY = 16
-"""Plain rounds before the first look."""
-SOON = 4
-"""Most plain rounds before a look at new requests, or at half as many."""
-LOOK_AT_LEAST_EVERY = 64
-"""Most rounds between cheap looks."""
-LOOK_SHARE = 0.01
-"""Share of plain decoding's seconds that looks may take; half of it made tiny rollouts 7 % slower."""
-FEW = 8
-"""Requests: of more, somebody has a draft in any round, if drafts are good."""
-MOST_TRIES = 6
-"""Times that a look is taken up again while drafts are on their way."""
-MAX_REST = 4096
-"""Most rounds between two looks."""
-MOST_AGAIN = 32
-"""Looks in every round, with FEW requests, after draft tokens were accepted."""
-AGAIN_SHARE = 0.5
-"""Share of a plain round that each of these may take."""
+LOOK_EVERY = 16  # plain rounds before the first look
+SOON = 4  # most plain rounds before a look at new requests, or at half as many
+LOOK_AT_LEAST_EVERY = 64  # most rounds between cheap looks
+LOOK_SHARE = 0.01  # share of plain decoding's seconds that looks may take; half of it made tiny rollouts 7 % slower
+FEW = 8  # requests: of more, somebody has a draft in any round, if drafts are good
+MOST_TRIES = 6  # times that a look is taken up again while drafts are on their way
+MAX_REST = 4096  # most rounds between two looks
+MOST_AGAIN = 32  # looks in every round, with FEW requests, after draft tokens were accepted
+AGAIN_SHARE = 0.5  # share of a plain round that each of these may take
 
 
 Seen = tuple[str, int, int, int, int]
@@ -39,8 +30,7 @@ Seen = tuple[str, int, int, int, int]
 
 class Look(NamedTuple):
     sequence: DraftSequence
-    start: int
-    """Tokens of its output then."""
+    start: int  # tokens of its output then
     asked: int
     draft: Sequence[int]
     confidence: int
@@ -56,8 +46,7 @@ class Looks:
     """Drafts to compare once enough is emitted; a request's are of one round."""
 
     def __init__(self) -> None:
-        self.pending: dict[str, dict[str, Look]] = {}
-        """By request and drafter."""
+        self.pending: dict[str, dict[str, Look]] = {}  # by request and drafter
 
     def keep(self, drafter: str, look: Look) -> None:
         self.pending.setdefault(look.sequence.request_id, {})[drafter] = look

@@ -31,74 +31,57 @@ def check_drafters(config: SpeculationConfig) -> None:
     if config.mode == "off":
         return
     for name in config.draft_methods:
-        module, _, attribute = name.partition(":")
-        if kind_of(name) or name == MTP or name in OVER_TEXT:
-            continue
-        if not attribute:
-            raise _unknown(name)
         try:
-            found = getattr(importlib.import_module(module), attribute)
-            inspect.signature(found).bind()
-        except (ModuleNotFoundError, AttributeError, TypeError, SyntaxError, ValueError) as error:
-            raise _not_imported(name, error) from error
+            if not kind_of(name) and name != MTP:
+                _find(name)
+        except ConfigError:
+            raise
         except Exception:  # code of others, which may want an engine's process
             continue
-        if inspect.isclass(found) and not issubclass(found, Drafter):
-            raise _no_drafter(name)
     if config.cost_table:
         CostTable.read(config.cost_table)
 
 
 def _make(name: str, connect: Callable[[str], Drafter] | None) -> Drafter:
-    module, _, attribute = name.partition(":")
-    if kind_of(name) == "model":
-        from specactor.rollout.sglang.model_drafter import ModelDrafter  # these alone need SGLang
-
-        return ModelDrafter(name)
-    if name == MTP:
-        from specactor.rollout.sglang.model_drafter import MtpDrafter
-
-        return MtpDrafter()
     if kind_of(name) == "decoupled":
-        if connect is None:
-            raise ConfigError.at(
-                "rollout.speculation.drafters", name, "drafters in the engine", "Here are no drafter processes."
-            )
+        assert connect is not None, name
         return connect(name)
-    if attribute:
-        return _imported(name, module, attribute)
+    if kind_of(name) == "model" or name == MTP:
+        from specactor.rollout.sglang.model_drafter import ModelDrafter, MtpDrafter  # these alone need SGLang
+
+        return MtpDrafter() if name == MTP else ModelDrafter(name)
+    made = _find(name)()
+    if not isinstance(made, Drafter):
+        raise _no_drafter(name)
+    return made
+
+
+def _find(name: str) -> Callable[[], Drafter]:
+    """Return what makes a drafter over text, or one of a user's. Raises ConfigError."""
     if name in OVER_TEXT:
-        return OVER_TEXT[name]()
-    raise _unknown(name)
-
-
-def _unknown(name: str) -> ConfigError:
-    nearest = difflib.get_close_matches(name, (*OVER_TEXT, MTP, "model", "decoupled"), n=1)
-    listed = "Separate names by blanks." if "," in name else ""
-    hint = listed or (f"Did you mean {nearest[0]}?" if nearest else "Choose one of these.")
-    return ConfigError.at("rollout.speculation.drafters", name, DRAFTERS, hint)
-
-
-def _not_imported(name: str, error: Exception) -> ConfigError:
-    path = "the import path of a Drafter, package.module:Class"
-    remedy = f"Put its folder on PYTHONPATH. It failed with: {error}."
-    return ConfigError.at("rollout.speculation.drafters", name, path, remedy)
+        return OVER_TEXT[name]
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        nearest = difflib.get_close_matches(name, (*OVER_TEXT, MTP, "model", "decoupled"), n=1)
+        listed = "Separate names by blanks." if "," in name else ""
+        hint = listed or (f"Did you mean {nearest[0]}?" if nearest else "Choose one of these.")
+        raise ConfigError.at("rollout.speculation.drafters", name, DRAFTERS, hint)
+    try:
+        found: Callable[[], Drafter] = getattr(importlib.import_module(module), attribute)
+        inspect.signature(found).bind()
+    except (ModuleNotFoundError, AttributeError, TypeError, SyntaxError, ValueError) as error:
+        path = "the import path of a Drafter, package.module:Class"
+        remedy = f"Put its folder on PYTHONPATH. It failed with: {error}."
+        raise ConfigError.at("rollout.speculation.drafters", name, path, remedy) from error
+    if inspect.isclass(found) and not issubclass(found, Drafter):
+        raise _no_drafter(name)
+    return found
 
 
 def _no_drafter(name: str) -> ConfigError:
     return ConfigError.at(
         "rollout.speculation.drafters", name, f"a subclass of {Drafter.__module__}.Drafter", "Fix it."
     )
-
-
-def _imported(name: str, module: str, attribute: str) -> Drafter:
-    try:
-        found = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError, TypeError) as error:
-        raise _not_imported(name, error) from error
-    if not isinstance(found, Drafter):
-        raise _no_drafter(name)
-    return found
 
 
 class Filler(Drafter):

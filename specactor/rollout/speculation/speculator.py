@@ -21,10 +21,7 @@ from specactor.rollout.speculation.verification import Decision, Drafts
 from specactor.rollout.speculation.windows import OFF
 from specactor.trace import Recorder
 
-LOOKED_AT = 16
-"""Requests that drafters which draft ahead hear of for a look: each is work for them as long as it runs."""
-MOST_FRUITLESS = 16
-"""Rounds in a row without any draft, before costs are known, after which drafting is tried seldom."""
+LOOKED_AT = 16  # requests that drafters which draft ahead hear of for a look: each is work for them as long as it runs
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,11 +45,9 @@ class Speculator:
         self._clock = clock
         self._looks = Looks()
         self._back_off = BackOff()
-        self._recorder = Recorder()
-        self._fruitless = 0
-        """Rounds in a row that asked for drafts and had none, before costs were known."""
-        self._is_behind = False
-        """Whether drafters were not told of the last round."""
+        self.recorder = Recorder()
+        self._fruitless = 0  # rounds in a row that asked for drafts and had none, before costs were known
+        self._is_behind = False  # whether drafters were not told of the last round
         self._is_steady = False
         """Whether drafters have nothing to catch up with, so that the round's seconds are usual ones."""
         self._decision = Decision(drafter=OFF, windows=[], drafts=[])
@@ -99,7 +94,9 @@ class Speculator:
         if self._may_rest() and not self._back_off.count_round(len(caps)):
             return False
         self.drafter_set.find()
-        self.drafter_set.expect_verifying(self._verified())
+        verified = self._verified()
+        for name, drafter in self.drafters.items():
+            drafter.is_verified = name in verified
         return bool(self.drafter_set.there)
 
     @property
@@ -160,12 +157,8 @@ class Speculator:
 
     def report(self) -> dict[str, Counts]:
         """Return counts per drafter, and of plain rounds, since the last report."""
+        self.drafter_set.note_figures()
         return self.estimates.report()
-
-    def record(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        for drafter in self.drafters.values():
-            drafter.recorder = recorder
 
     def _tried(self, sequences: Sequence[DraftSequence], caps: Sequence[int]) -> Decision:
         started = self._clock()
@@ -201,7 +194,8 @@ class Speculator:
 
     def _may_rest(self) -> bool:
         """Whether decoding stays plain until the next look."""
-        may = self.costs.table is not None or self._fruitless >= MOST_FRUITLESS
+        # Without any draft costs stay unknown.
+        may = self.costs.table is not None or self._fruitless >= 16
         return may and self.planner.may_stop and self.planner.current == OFF
 
     def _verified(self) -> Collection[str]:
@@ -229,7 +223,7 @@ class Speculator:
             lists[some:] = [[] for _ in caps[some:]]
         if choice.drafter != before:
             _LOG.info("speculation: %s", choice.reason)
-            self._recorder.instant("rounds", f"switch to {choice.drafter}", self._clock(), why=choice.reason)
+            self.recorder.instant("rounds", f"switch to {choice.drafter}", self._clock(), why=choice.reason)
         if choice.drafter == OFF:
             self._look_over(sequences, drafts, caps, started=started)
             return self._plain(requests)
@@ -246,7 +240,7 @@ class Speculator:
         changed = self.planner.owners.settle([s.request_id for s in sequences], drafts, decision)
         for (before, after), requests in changed.items():
             self.estimates.counts[after].switches += requests
-            self._recorder.instant("rounds", f"{requests} from {before} to {after}", self._clock(), why=reason)
+            self.recorder.instant("rounds", f"{requests} from {before} to {after}", self._clock(), why=reason)
 
     def _look_over(
         self, sequences: Sequence[DraftSequence], drafts: Drafts, caps: Sequence[int], *, started: float

@@ -15,19 +15,15 @@ from itertools import chain, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from specactor.rollout.speculation.drafter import HISTORY_TOKENS, Drafter, DraftSequence
+from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 
 TOKENS_PER_MATCH = 2
 """Of 1, 1.5, 2, 3 and no bound, the fastest or within 1 % of it where a draft token costs 2-10 % of a verify."""
 KINDS = ((12, 1), (8, 1), (6, 1), (4, 1), (3, 1), (5, 0), (4, 0), (3, 0), (2, 1), (2, 0), (1, 1))
 """(tokens, 1: of the group's texts, 0: of all), by preference. Those of all beyond 5 gained less than 0.5 % of
 accept_length."""
-VOTES = 16
-"""Texts that went on as the remembered one did outvote at most so many later ones that did not."""
-AT_ONCE = 1 << 15
-"""Tokens that wait to be entered together, at most."""
-FIRST_BITS = 14
-"""Of the table's size, which grows to at least 16 n-grams per token."""
+AT_ONCE = 1 << 15  # tokens that wait to be entered together, at most
+FIRST_BITS = 14  # of the table's size, which grows to at least 16 n-grams per token
 _N = max(n for n, _ in KINDS)
 _LENGTH_K = np.array([n for n, _ in KINDS])
 _OWN_K = np.array([own for _, own in KINDS], dtype=np.uint64)
@@ -46,7 +42,7 @@ class SuffixDrafter(Drafter):
 
     name = "suffix"
 
-    def __init__(self, *, max_tokens: int = HISTORY_TOKENS) -> None:
+    def __init__(self, *, max_tokens: int = 1_000_000) -> None:
         assert max_tokens >= 2, max_tokens
         # By place; place 0 is none.
         self._token = np.full(max_tokens + 1, -1)
@@ -195,7 +191,8 @@ class SuffixDrafter(Drafter):
         held = self._place.take(slot) * (self._key.take(slot) == key)
         votes = self._votes.take(slot) + np.where(self._token.take(held) == token, 1, -1)
         is_new = (held == 0) | (votes < 0)
-        self._votes[slot] = np.where(is_new, 0, np.minimum(votes, VOTES))
+        # However many texts went on as the remembered one did, 17 later ones that did not outvote them.
+        self._votes[slot] = np.where(is_new, 0, np.minimum(votes, 16))
         slot = slot[is_new]
         self._key[slot], self._place[slot] = key[is_new], place[is_new]
 

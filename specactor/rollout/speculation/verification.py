@@ -16,8 +16,7 @@ from itertools import takewhile
 from numbers import Integral
 from typing import NamedTuple
 
-Drafts = dict[str, list[list[int]]]
-"""Per drafter, per request."""
+Drafts = dict[str, list[list[int]]]  # per drafter, per request
 
 
 class DraftTree(NamedTuple):
@@ -73,8 +72,7 @@ class _Growing:
     def __init__(self, max_tokens: int | None, max_branches: int | None) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        self.branches = 0
-        """Rows that do not follow the row before; at least the number of `branches`."""
+        self.branches = 0  # rows that do not follow the row before; at least the number of `branches`
         self._children: dict[tuple[int, int], int] = {}
         self._max_tokens, self._max_branches = max_tokens, max_branches
 
@@ -112,23 +110,16 @@ def branches(tree: DraftTree) -> list[list[int]]:
 
 @dataclass(kw_only=True)
 class Decision:
-    drafter: str
-    """Who leads, or OFF."""
-    windows: list[int]
-    """Most draft tokens to verify, per request."""
-    depth: int = 0
-    """The largest window that was drafted."""
+    drafter: str  # who leads, or OFF
+    windows: list[int]  # most draft tokens to verify, per request
+    depth: int = 0  # the largest window that was drafted
     drafts: list[list[int]]
-    beside: Drafts = field(default_factory=dict)
-    """Of further drafters: for other requests, or in the same trees."""
-    kind: str = ""
-    """Name under which the round's seconds are remembered; "": the drafter's."""
+    beside: Drafts = field(default_factory=dict)  # of further drafters: for other requests, or in the same trees
+    kind: str = ""  # name under which the round's seconds are remembered; "": the drafter's
     to_draft: list[int] = field(default_factory=list)
     """Tokens per request that `drafter` is still to draft, in `Speculator.draft`; empty: all drafts are there."""
-    predicted_s: float = 0.0
-    """Of the whole round, uncorrected; 0: not known."""
-    draft_s: float = 0.0
-    """Of drafting, and of deciding what to verify."""
+    predicted_s: float = 0.0  # of the whole round, uncorrected; 0: not known
+    draft_s: float = 0.0  # of drafting, and of deciding what to verify
 
     @property
     def timed_as(self) -> str:
@@ -158,15 +149,11 @@ class Decision:
 class Credit(NamedTuple):
     """What a draft of a tree brought beyond earlier ones."""
 
-    first: int
-    """Tokens that it shares with an earlier draft."""
-    drafted: int
-    """Its own tokens, which follow."""
+    first: int  # tokens that it shares with an earlier draft
+    drafted: int  # its own tokens, which follow
     accepted: int
-    agreed: int
-    """Accepted tokens, the shared ones included."""
-    reached: bool
-    """Whether its own were tested: what it shares was accepted, and no earlier draft went on rightly."""
+    agreed: int  # accepted tokens, the shared ones included
+    reached: bool  # whether its own were tested: what it shares was accepted, and no earlier draft went on rightly
 
 
 _NO_CREDIT = Credit(0, 0, 0, 0, False)

@@ -18,21 +18,16 @@ from numpy.typing import NDArray
 from specactor.rollout.speculation.verification import Drafts
 
 OFF = "off"
-CHANGE_MARGIN = 0.02
-"""Share by which another drafter must be faster than the current one."""
+CHANGE_MARGIN = 0.02  # share by which another drafter must be faster than the current one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    windows: tuple[int, ...]
-    """Draft tokens to verify of each request; 0: a plain step."""
-    emitted: float
-    """Tokens of all requests together."""
+    windows: tuple[int, ...]  # draft tokens to verify of each request; 0: a plain step
+    emitted: float  # tokens of all requests together
     round_s: float
-    drafter: str = ""
-    """As `choose` names it; OFF for plain decoding."""
-    reason: str = ""
-    """For logs: "off: 512 tok/s; suffix 498"."""
+    drafter: str = ""  # as `choose` names it; OFF for plain decoding
+    reason: str = ""  # for logs: "off: 512 tok/s; suffix 498"
 
     @property
     def tokens_per_s(self) -> float:
@@ -42,8 +37,7 @@ class Choice:
 @dataclass(frozen=True, kw_only=True)
 class Option:
     choice: Choice
-    factor: float = 1.0
-    """Measured over predicted seconds of such rounds."""
+    factor: float = 1.0  # measured over predicted seconds of such rounds
     usual: float = 0.0
     """Tokens per second of such rounds on average, where drafts that are missing come in the next round."""
     verified: Callable[[Sequence[int]], Drafts] | None = None
@@ -89,7 +83,9 @@ def best_windows(
     num_requests = len(lengths)
     survival_N, row_N = _rows_in_order(survival_BW, lengths)
     num_rows = len(row_N)
-    depth_N = _depths(row_N, num_requests, drafted)
+    depth_N = row_N // num_requests  # to which each row must be drafted, from 0; -1: its draft is there
+    if any(drafted):
+        depth_N = np.where(np.array(drafted)[row_N % num_requests], -1, depth_N)
     verify_N1 = verify_N1[: num_rows + 1]
     assert verify_N1.min() > 0, verify_N1
     prices = _rising(draft_s, int(depth_N.max()) + 1 if num_rows else 0)
@@ -179,12 +175,6 @@ def _rows_in_order(
     survival_N = by_depth[row_N]
     assert not num_rows or (survival_N[0] <= 1.0 and survival_N[-1] >= 0.0), survival_N
     return survival_N, row_N
-
-
-def _depths(row_N: NDArray[np.intp], num_requests: int, drafted: Sequence[bool]) -> NDArray[np.intp]:
-    """Return the depth, from 0, to which each row must be drafted; -1: its draft is there."""
-    depth_N: NDArray[np.intp] = row_N // num_requests
-    return np.where(np.array(drafted)[row_N % num_requests], -1, depth_N) if any(drafted) else depth_N
 
 
 def _rising(draft_s: Callable[[int], float], depth: int) -> list[float]:

@@ -248,7 +248,7 @@ def test_failing_to_start(make_drafter_spec: Callable[..., DrafterSpec], continu
     while drafter.alive:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert not drafter.has_started(), "and its answer is left to who waits for it"
+    assert drafter.started is None, "and its answer is left to who waits for it"
     with pytest.raises(EngineError, match=f"(?s)drafter 7 {message}.*The end of its log"):
         drafter.wait_ready()
     footprint.assert_gone(within_s=0.1)

@@ -53,7 +53,7 @@ def all_at_once(engines: Sequence[Engine], requests: list[RolloutRequest]) -> li
     for engine in engines:
         engine.flush()
     with ThreadPoolExecutor(len(engines)) as threads:
-        return list(threads.map(lambda engine: facts(engine.generate(requests, timeout_s=LIMIT_S)), engines))
+        return list(threads.map(lambda engine: facts(engine.generate(requests)), engines))
 
 
 def recital_folder(folder: Path) -> Path:

@@ -101,7 +101,7 @@ def main(folder: str, tokens: int, requests: int, context: int) -> None:
                 backend.wake()
             case "state":
                 cached = sum(known.cache.cached for known in backend._known.values())
-                answer = [cached, backend._slots.free_blocks, backend._slots.free_rows]
+                answer = [cached, *backend._slots.num_free]
         print("ANSWER " + json.dumps(answer), flush=True)
 
 

@@ -89,7 +89,7 @@ class Setting:
         report(self.engine)
 
     def run(self, requests: Sequence[RolloutRequest], **named: object) -> list[Trajectory]:
-        return self.engine.generate(requests, timeout_s=LIMIT_S, **named)  # type: ignore[arg-type]
+        return self.engine.generate(requests, **named)  # type: ignore[arg-type]
 
     def run_until_drafted(self) -> Counts:
         """Rollouts, all equal to plain decoding, until a draft was right."""

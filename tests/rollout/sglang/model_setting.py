@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
+from specactor.rollout import tail
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import Address, DrafterAccess, local_endpoint, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
-from specactor.rollout.tail import WakeWhereItPays
 from tests.rollout.conftest import CONTEXT, request
 from tests.rollout.sglang.decoupled_setting import MAX_WINDOW, aim, loaded, recital_folder, recital_spec
 from tests.rollout.sglang.recital import behave, write
@@ -110,11 +110,11 @@ def lending(setting: Setting, tmp_path_factory: pytest.TempPathFactory) -> Itera
         endpoint=local_endpoint(),
         log_file=str(tmp_path_factory.mktemp("sleeper") / "log"),
     )
-    with DrafterPool([spec]) as sleepers:
+    with DrafterPool([spec]) as sleepers, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tail, "NOTICE_ROUNDS", 0.0)
         sleepers.wait_ready()
         sleepers.drafters[0].wake_s = 0.0
-        tail = WakeWhereItPays(notice_rounds=0.0, draft_step=0.05, per_request=0.0)  # it pays at once
-        pool = EnginePool([], tail=tail, report_tokens=20, drafters=sleepers)
+        pool = EnginePool([], report_tokens=20, drafters=sleepers)
         pool.engines = [busy, dry]
         yield pool
 

@@ -230,7 +230,7 @@ def test_a_process_that_dies_costs_no_token_and_the_others_go_on(
             os.kill(descendants(processes.drafters[1].pid)[0], signal.SIGKILL)
 
     aimed.flush()
-    assert facts(aimed.generate(batch_of_all_kinds(), on_finished=kill, timeout_s=LIMIT_S)) == want
+    assert facts(aimed.generate(batch_of_all_kinds(), on_finished=kill)) == want
     wait_until(lambda: processes.restarts > restarts, "it is not started again")
     until_drafted(aimed, config, "decoupled")
     processes.drafters[1].wait_ready()

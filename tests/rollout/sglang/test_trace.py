@@ -150,7 +150,7 @@ def test_drafters_tell_what_they_drafted_and_what_was_lost(setting: Setting) -> 
     for number in range(1, 21):  # on a busy machine drafts may come late
         setting.engine.flush()
         assert facts(setting.engine.generate(BATCH)) == setting.want
-        for name, value in setting.engine.speculation_figures()["decoupled"].items():
+        for name, value in setting.engine.speculation_counts()["decoupled"].figures.items():
             told[name] = told.get(name, 0.0) + value
         if number >= 3 and told["drafted_ahead"] > told["wasted_ahead"] > 0 and told["stale_tails"]:
             break

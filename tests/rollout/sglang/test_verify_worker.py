@@ -18,7 +18,7 @@ from specactor.config import EngineConfig, SpeculationConfig
 from specactor.progress import Progress
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.gpu import MAX_ROWS
-from specactor.rollout.sglang.speculation_calls import CONFIGURE, FIGURES, REPORT
+from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.windows import OFF as OFF_NAME
 from specactor.types import RolloutRequest, Trajectory
@@ -145,7 +145,8 @@ def test_requests_that_leave_no_room_for_drafts_are_decoded_plainly(
 def test_text_drafters_are_told_on_rank_0_alone(speculating: Engine) -> None:
     requests = batch(10)
     run(speculating, speculation("Heard", 4), requests)
-    first, *others = [msgspec.json.decode(of)["heard"] for of in speculating.rank_call(FIGURES, b"", timeout_s=60)]
+    reports = speculating.rank_call(REPORT, b"", timeout_s=60)
+    first, *others = [msgspec.json.decode(of, type=dict[str, Counts])["heard"].figures for of in reports]
     assert first["opened"] == len(requests)
     assert first["tokens"] > 100
     assert others == [{"opened": 0, "tokens": 0}] * (speculating.spec.tensor_parallel - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 from specactor.rollout.decoupled.drafter_side import Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
@@ -88,16 +88,6 @@ class SeesTheLastTokenAlone(Shared):
         super()._meet(lane)
         if before:
             self._known[lane.key].cache.cached = len(lane.prompt_ids) + len(lane.tokens) - 1
-
-
-class RemembersTheEvicted(Shared):
-    """A text that lost its place in the pool counts as seen."""
-
-    def _place(self, lane: Lane, in_use: Collection[Hashable]) -> DraftText | None:
-        before = dict(self._known)
-        text = super()._place(lane, in_use)
-        self._known |= {key: known for key, known in before.items() if key not in self._known}
-        return text
 
 
 class RemembersTheForgotten(Shared):

@@ -270,7 +270,7 @@ def test_a_drafter_that_raises_when_it_is_told_something_is_dropped(action: str,
         assert (drafts["notes"], sequence.output_ids) == ([[6]], [5, 6])
         drafter_set.close(sequence)
         drafter_set.policy_changed()
-        drafter_set.figures()
+        drafter_set.note_figures()
         drafter_set.stop()
     assert healthy.ended == [((number,), [5, 6]) for number in range(rounds)], "it hears all"
     assert fails.calls == estimates.counts["fails"].failures == FAILURES

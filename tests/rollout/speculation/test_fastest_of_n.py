@@ -14,7 +14,7 @@ from specactor.errors import ConfigError
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.fastest_of_n import MOST_REQUESTS, combined, further
+from specactor.rollout.speculation.fastest_of_n import MOST_REQUESTS, further
 from specactor.rollout.speculation.planner import FASTEST, reaching
 from specactor.rollout.speculation.verification import Drafts
 from specactor.rollout.speculation.windows import OFF
@@ -126,12 +126,3 @@ def test_other_modes_are_refused() -> None:
     for fields in ({"mode": "coupled", "fastest_of": 2}, {"mode": "auto", "fastest_of": 0}):
         with pytest.raises(ConfigError, match=r"rollout.speculation.fastest_of: got"):
             SpeculationConfig(**fields)  # type: ignore[arg-type]
-
-
-def test_combined_by_hand() -> None:
-    survival_MW = np.array([[0.5, 0.25], [0.4, 0.4]])
-    assert combined(survival_MW, alike=1.0) == pytest.approx([0.5, 0.4])
-    assert combined(survival_MW, alike=0.0) == pytest.approx([0.7, 0.55])
-    assert combined(survival_MW, alike=0.5) == pytest.approx([0.6, 0.475])
-    with pytest.raises(AssertionError):
-        combined(survival_MW, alike=2.0)

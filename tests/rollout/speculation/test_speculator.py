@@ -106,7 +106,7 @@ def test_a_drafter_that_becomes_good_is_noticed_although_it_is_off() -> None:
     world.play(400)
     world.speculator.report()
     recorder = Recorder(on=True)
-    world.speculator.record(recorder)
+    world.speculator.recorder = recorder
     coin.right = 0.95
     world.play(40 * LOOK_EVERY)
     assert world.speculator.report()["coin"].speculative_rounds > 100

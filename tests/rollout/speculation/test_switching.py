@@ -196,7 +196,7 @@ def test_what_costs_decide_changes_no_token(most: int) -> None:
 def test_switches_are_events_of_the_trace() -> None:
     land = Toyland(Switching(auto(), toys(), drawn=Drawn(3)))
     recorder = Recorder(on=True)
-    land.speculator.record(recorder)
+    land.speculator.recorder = recorder
     land.decode()
     spans = [span for span in recorder.take() if " from " in span.name]
     switches = sum(int(span.name.split()[0]) for span in spans)
