@@ -46,7 +46,7 @@ class Drafter(ABC):
 
     read_up: Collection[int] = ()
     """After `propose`: indices of sequences that it read much of first, or is still reading. An empty draft of these
-    counts as not asked for, and the round's seconds of drafting not at all."""
+    counts as not asked for, and the round's seconds of drafting not at all, unless most rounds have been such."""
     confidence: Sequence[int] = ()
     """After `propose`: how sure it is of each draft, 0 .. `acceptance.CONFIDENCES` - 1. Drafts of one confidence are
     judged by each other; empty: all are judged alike."""

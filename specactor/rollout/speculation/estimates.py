@@ -1,7 +1,7 @@
 """What an engine knows of its drafters and rounds. PURE: seconds are passed in.
 
-A round counts once, under the drafter that leads it, or OFF. Drafting is timed without catching up, plain decoding
-without looks.
+A round counts once, under the drafter that leads it, or OFF. Drafting is timed without bursts of catching up, plain
+decoding without looks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Estimates:
         round_s: float,
         is_steady: bool,
     ) -> None:
-        """Count another round. `is_steady`: drafters had nothing to catch up with."""
+        """Count another round. `is_steady`: no drafter had a burst to catch up with."""
         requests, is_drafted = len(sequences), decision.drafter != OFF
         self._was_plain = False
         if decision.beside:

@@ -158,6 +158,46 @@ def test_what_a_drafter_reads_first_says_nothing_of_its_drafts(tells: bool) -> N
     assert min(draft_s for _, _, draft_s in world.speculator.costs.drafts["late"]) < 0.001
 
 
+class Streaming(Certain):
+    """Reads texts of new requests in every round (of `every` one), and drafts for those that it has read."""
+
+    def __init__(self, *, read_s: float, ready: int, every: int = 1) -> None:
+        super().__init__("late", 0)
+        self.read_s, self.ready, self.every, self.rounds = read_s, ready, every, 0
+
+    def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+        drafts = super().propose(sequences, windows)
+        self.rounds += 1
+        reads = self.rounds % self.every == 0
+        self.read_up = range(self.ready, len(drafts)) if reads else ()
+        self.world.now += self.read_s * reads
+        return [[] if i in self.read_up else draft for i, draft in enumerate(drafts)]
+
+
+@pytest.mark.parametrize("beside", [[], [Partial("even", 0)]], ids=["alone", "beside another"])
+@pytest.mark.parametrize(("read_s", "ready"), [(0.003, 1), (0.05, 7)], ids=["few have drafts", "reading takes long"])
+def test_a_drafter_that_reads_in_every_round_is_left(beside: list[Drafter], read_s: float, ready: int) -> None:
+    """A burst is excused, a steady stream of new requests is not."""
+    reading = Streaming(read_s=read_s, ready=ready)
+    world = reading.world = World(auto(), *beside, reading, requests=8, row_s=1e-5)
+    assert world.play(200) < 0.8 * world.plain_speed() or beside
+    world.play(400)
+    world.speculator.report()
+    assert world.play(200) > 0.95 * world.plain_speed() * (2 if beside else 1)
+    counts = world.speculator.report()
+    assert counts["late"].rounds <= 20
+    assert not beside or counts["even"].rounds > 100
+
+
+def test_a_drafter_that_reads_in_few_rounds_stays() -> None:
+    reading = Streaming(read_s=0.003, ready=1, every=3)
+    world = reading.world = World(auto(), reading, requests=8, row_s=1e-5)
+    world.play(800)
+    world.speculator.report()
+    assert world.play(100) > 1.5 * world.plain_speed()
+    assert world.speculator.report()["late"].rounds == 100
+
+
 @pytest.mark.parametrize("worse", [Partial("worse", -1), Partial("worse", -1, absent=0.5)])
 def test_with_a_fixed_window_the_better_drafter_is_preferred(worse: Drafter) -> None:
     """Though it is named last, drafts late and takes time. Windows stay what they are, and no round is plain."""
