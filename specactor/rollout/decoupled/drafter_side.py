@@ -42,8 +42,10 @@ class Continuer:
     version = 0  # of the weights that it drafts with
     wants_runners_up = False  # whether those of the next call are of use; where they are not, they may be unknown
 
-    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        """Return tokens that may follow each lane, none where it cannot go on. Keys are unique."""
+    def extend(self, lanes: Sequence[Lane]) -> Sequence[Sequence[int] | None]:
+        """Return tokens that may follow each lane, none where it cannot go on, and None where its text is still being
+        read: it is asked for again. Keys are unique. Engines are not heard meanwhile, and give up who is silent for
+        long."""
         raise NotImplementedError
 
     def forget(self, key: Hashable) -> None:
@@ -131,7 +133,7 @@ class Mirror:
             if at < last and len(branch) <= self.window
         ]
 
-    def branched(self, at: int, draft: Sequence[int]) -> int:
+    def branched(self, at: int, draft: Sequence[int] | None) -> int:
         if not draft:
             del self.branches[at]
             return 0
@@ -139,15 +141,15 @@ class Mirror:
         self.unsent = True
         return 1
 
-    def extended(self, lane: Lane, draft: Sequence[int], runner_up: int = UNKNOWN) -> int:
+    def extended(self, lane: Lane, draft: Sequence[int] | None, runner_up: int = UNKNOWN) -> int:
         """Append the answer to the last lane; return how many tokens were kept."""
         self._shown_from, self._shown = self.committed, list(lane.tokens[self.committed :])
-        tokens = draft[: self._room]
+        tokens = (draft or [])[: self._room]
         branches = tokens and runner_up not in (UNKNOWN, tokens[0])
         if branches:
             self.branches[len(self.tokens)] = [runner_up]
         self.tokens += tokens
-        self._stuck = not tokens
+        self._stuck = draft is not None and not tokens
         self.unsent = self.unsent or bool(tokens)
         return len(tokens) + bool(branches)
 
@@ -371,7 +373,7 @@ class MirroredRequests:
         return [mirror.lane(at) for _, _, at, mirror in short]
 
     def extended(
-        self, lanes: Sequence[Lane], drafts: Sequence[Sequence[int]], runners_up: Sequence[int] | None = None
+        self, lanes: Sequence[Lane], drafts: Sequence[Sequence[int] | None], runners_up: Sequence[int] | None = None
     ) -> None:
         """Append answers; `runners_up` are second choices for their first tokens."""
         for lane, draft, runner_up in zip(lanes, drafts, runners_up or [UNKNOWN] * len(lanes), strict=True):
@@ -380,7 +382,8 @@ class MirroredRequests:
             if lane.branch is not None:
                 session.drafted += mirror.branched(lane.branch, draft)
                 continue
-            self._unread.discard(key)
+            if draft is not None:
+                self._unread.discard(key)
             session.drafted += mirror.extended(lane, draft, runner_up)
 
     def forget_all(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from specactor.rollout.decoupled import protocol
 
 BEAT_EVERY_S = 0.25
-SILENT_S = 1.0
+SILENT_S = 1.0  # a drafter hears between any two passes of its model, however much it reads
 REOPEN_EVERY_S = 0.1  # a request is opened again at most so often, whatever its drafter says
 
 

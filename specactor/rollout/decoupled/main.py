@@ -215,11 +215,12 @@ class DrafterLoop:
             drafts = continuer.extend(lanes)
             ended_s = time.perf_counter()
             self._busy_s += ended_s - began_s
-            if computed := sum(map(bool, drafts)):  # a lane that was refused took no time
+            tokens = [len(draft or ()) for draft in drafts]
+            is_steady = None not in drafts  # reading takes time that drafting does not
+            if is_steady and (computed := sum(map(bool, tokens))):  # a lane that was refused took no time
                 self._timing.batch(computed, ended_s - began_s)
-            tokens = sum(map(len, drafts))
-            self.recorder.span("draft", "draft", began_s, ended_s, requests=len(lanes), tokens=tokens)
-            self._drafted = (own, sum(map(len, drafts[:own])))
+            self.recorder.span("draft", "draft", began_s, ended_s, requests=len(lanes), tokens=sum(tokens))
+            self._drafted = (own, sum(tokens[:own]) if is_steady else 0)
             mirrors.extended(lanes, drafts, continuer.runners_up())
         self.busy = bool(lanes)
         self._send(more=self.busy)

@@ -73,25 +73,27 @@ class DraftBackend(Continuer):
         self._slots.free(key)
         self._known.pop(key, None)
 
-    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
-        """Draft a token for each lane; none where there is no room for it."""
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int] | None]:
+        """Draft a token for each lane; none where there is no room for it, and None where its text is not read up:
+        a batch reads by one pass, however much there is, and the shortest rest first."""
         for lane in lanes:
             if lane.branch is None:
                 self._meet(lane)
-        answers: list[list[int]] = [[] for _ in lanes]
+        answers: dict[int, list[int] | None] = {i: [] for i in range(len(lanes))}  # without room
         self._runners_up = [UNKNOWN] * len(lanes)
         self._runner.runners_up = [] if self.wants_runners_up else None
         placed = self._placed(lanes)
-        texts = list(placed.values())
-        while behind := [text for text in texts if self._runner.is_behind(text)]:
-            self._runner.prefill(behind)
-        drafts = self._runner.draft(texts)
+        if behind := [text for text in placed.values() if self._runner.is_behind(text)]:
+            self._runner.prefill(sorted(behind, key=lambda text: text.num_unseen))
+        ready = [i for i, text in placed.items() if not self._runner.is_behind(text)]
+        answers |= dict.fromkeys(placed)
+        drafts = self._runner.draft([placed[i] for i in ready])
         runners_up = [UNKNOWN] * len(drafts) if self._runner.runners_up is None else self._runner.runners_up
-        for i, draft, runner_up in zip(placed, drafts, runners_up, strict=True):
+        for i, draft, runner_up in zip(ready, drafts, runners_up, strict=True):
             answers[i], self._runners_up[i] = draft, runner_up
         for i in range(len(lanes)):
             self._slots.free((BRANCH, i))
-        return answers
+        return list(answers.values())
 
     def runners_up(self) -> list[int]:
         return self._runners_up

@@ -55,7 +55,10 @@ class DrafterEnd:
             assert len(lane.prompt_ids) + len(lane.tokens) < mirrors._oldest[lane.key].reserved, "keys beyond the bound"
         lanes += mirrors.branches(3)
         if lanes:
-            mirrors.extended(lanes, self.continuer.extend(lanes), self.continuer.runners_up())
+            unread = [lane.key not in self.continuer.seen for lane in lanes]  # a text is read in its first call
+            made = zip(unread, self.continuer.extend(lanes), strict=True)
+            drafts = [None if is_unread else draft for is_unread, draft in made]
+            mirrors.extended(lanes, drafts, self.continuer.runners_up())
         return [
             (session, frame)
             for session in mirrors.sessions

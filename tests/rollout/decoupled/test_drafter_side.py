@@ -256,6 +256,24 @@ def test_a_continuer_that_cannot_go_on_is_not_asked_again_before_the_next_commit
     assert len(drafter.mirrors.wanted(10)) == 1
 
 
+def test_a_text_that_is_still_being_read_is_asked_for_again_and_holds_nothing_back() -> None:
+    drafter = opened()
+    drafter.steps(1)
+    drafter.say()
+    drafter.hear(opening(2), commit(0, *script(PROMPT, [], 1)))
+    for _ in range(3):
+        lanes = drafter.mirrors.wanted(10)
+        assert [lane.key for lane in lanes] == [(ENGINE, 2), (ENGINE, 1)]
+        drafter.mirrors.extended(lanes, [None, [7]])
+        assert set(tails(drafter.say(more=True))) == {1}
+    drafter.hear(commit(0, 7, request=2))
+    [*_, lane] = drafter.mirrors.wanted(10)
+    assert (lane.key, list(lane.tokens), lane.agreed) == ((ENGINE, 2), [7], 0)
+    drafter.mirrors.extended([lane], [None])
+    [*_, lane] = drafter.mirrors.wanted(10)
+    assert lane.agreed == 1, "it was shown"
+
+
 def test_while_more_is_drafted_tails_go_now_and_then() -> None:
     drafter = opened()
     drafter.steps(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import pytest
 
@@ -30,7 +30,7 @@ class Ticking(Continuer):
     def clock(self) -> float:
         return self.now_s
 
-    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+    def extend(self, lanes: Sequence[Lane]) -> Sequence[list[int] | None]:
         self.now_s += self.step_s * len(lanes)
         return [[7] for _ in lanes]
 
@@ -126,7 +126,7 @@ class Reading(Ticking):
         self.read = 0
         self.held: list[list[list[int]]] = []
 
-    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+    def extend(self, lanes: Sequence[Lane]) -> Sequence[list[int] | None]:
         if self.read < len(self.outputs):
             self.read = len(self.outputs)
             self.held.append(self.tails.drafts(["r0"], [2 * WINDOW]))
@@ -144,6 +144,73 @@ def test_what_was_drafted_does_not_wait_for_a_prompt_to_be_read() -> None:
     world.open(1)
     loop.turn()
     assert world.held == [[[]], [[7] * 3]]
+
+
+class Reader(Ticking):
+    """Reads three texts by four passes each, 3 s in sum, while its engine's rounds go on and frames wait in the hub."""
+
+    pass_s, passes = 0.25, 4
+
+    def __init__(self, *, at_once: bool) -> None:
+        super().__init__()
+        self.at_once = at_once
+        self.unread: dict[Hashable, int] = {}
+        self.num_passes = 0
+        self.waiting: list[tuple[int, bytes]] = []
+
+    def extend(self, lanes: Sequence[Lane]) -> Sequence[list[int] | None]:
+        while behind := [lane.key for lane in lanes if self.unread.setdefault(lane.key, self.passes)]:
+            self.unread[behind[0]] -= 1
+            self.num_passes += 1
+            self.go_on(self.pass_s)
+            if not self.at_once:
+                break
+        self.go_on(STEP_S)
+        return [None if self.unread[lane.key] else [7] for lane in lanes]
+
+    def forget(self, key: Hashable) -> None:
+        self.unread.pop(key, None)
+
+    def go_on(self, seconds: float) -> None:
+        """Let rounds of the engine pass."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += STEP_S
+            self.tails.tick(self.now_s)
+            self.waiting += super().receive()
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        self.go_on(STEP_S)
+        waiting, self.waiting = self.waiting, []
+        return waiting
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_drafter_that_reads_for_seconds_is_heard_all_the_time_and_reads_nothing_twice(at_once: bool) -> None:
+    """One that is silent until all is read loses its requests, and begins again without end."""
+    world = Reader(at_once=at_once)
+    loop = loop_of(world)
+    loop.turn()
+    world.open(3)
+    names = ["r0", "r1", "r2"]
+    first_s: dict[str, float] = {}
+    silent = False
+    while world.now_s < 20.0:
+        loop.turn()
+        silent = silent or not world.tails.live
+        for name, draft in zip(names, world.tails.drafts(names, [WINDOW] * 3), strict=True):
+            if draft:
+                first_s.setdefault(name, world.now_s)
+    if at_once:
+        assert not first_s
+        assert world.num_passes > 3 * 3 * world.passes
+        return
+    assert world.num_passes == 3 * world.passes
+    assert sorted(first_s) == names
+    assert first_s["r0"] < 1.5 < 3.0 < first_s["r2"] < 3.5, "who has been read waits for nobody"
+    assert not silent
+    turns = [seconds for *_, seconds in loop.work(trace=False).turns]
+    assert sum(seconds >= world.pass_s for seconds in turns) <= 1, "reading is no drafting"
 
 
 def test_rollbacks_are_events_of_the_trace() -> None:

@@ -57,8 +57,14 @@ class Child:
         raise AssertionError("the process died")
 
     def extend(self, lanes: list[Lane]) -> list[list[int]]:
-        answers: list[list[int]] = self("extend", [asdict(lane) for lane in lanes])
-        return answers
+        answers = self.read_up(lanes)
+        assert len(answers) == len(lanes), "all are"
+        return list(answers.values())
+
+    def read_up(self, lanes: list[Lane]) -> dict[int, list[int]]:
+        """Return the answers of a call, by index, to those whose texts are not still being read."""
+        answers: list[list[int] | None] = self("extend", [asdict(lane) for lane in lanes])
+        return {i: answer for i, answer in enumerate(answers) if answer is not None}
 
     def wrong(self, lanes: list[Lane], answers: list[list[int]], asked: str = "reference") -> int:
         """How many of the answers' first tokens differ from the reference's, near ties aside."""
@@ -123,14 +129,14 @@ def life(child: Child, *, texts: int, steps: int, seed: int, most: int = ROWS) -
     for _ in range(steps):
         batch = rng.sample(running, rng.randrange(1, min(most, texts) + 1))
         lanes = [t.lane() for t in batch]
-        answers = child.extend(lanes)
-        given = [(lane, answer) for lane, answer in zip(lanes, answers, strict=True) if answer]
+        answers = child.read_up(lanes)
+        given = {i: answer for i, answer in answers.items() if answer}
         answered += len(given)
-        mistakes += child.wrong([lane for lane, _ in given], [answer for _, answer in given])
-        for t, answer in zip(batch, answers, strict=True):
+        mistakes += child.wrong([lanes[i] for i in given], list(given.values()))
+        for b, t in enumerate(batch):
             event = rng.random()
             if event < 0.7:
-                t.tokens += answer
+                t.tokens += answers.get(b, [])
             elif event < 0.9:
                 t.replace(rng.randrange(len(t.tokens) + 1), [rng.randrange(3, VOCAB) for _ in range(rng.randrange(3))])
             if event > 0.96 or len(t.prompt_ids) + len(t.tokens) > CONTEXT - 8:
@@ -148,14 +154,46 @@ def begin(child: Child, name: str = "Shared") -> None:
     child("new", name)
 
 
+@pytest.mark.parametrize("name", ["Shared", "ReadsSlowly"])
 @pytest.mark.parametrize("texts", [3, 14], ids=["all fit", "some have no room"])
-def test_tokens_are_those_of_transformers_and_the_noise(child: Child, texts: int) -> None:
-    begin(child)
+def test_tokens_are_those_of_transformers_and_the_noise(child: Child, texts: int, name: str) -> None:
+    begin(child, name)
     answered, mistakes = life(child, texts=texts, steps=40, seed=texts)
     assert answered > 80
     assert mistakes == 0
     cached, blocks, rows = child("state")
     assert (cached, blocks, rows) == (0, BLOCKS, ROWS), "all was forgotten, so nothing is held"
+
+
+def test_long_texts_are_read_over_several_calls_while_others_draft(child: Child) -> None:
+    """With the drafts that they have where a call reads all."""
+    rng = random.Random(15)
+    lengths = [60, 50, 40, 2, 2, 2]
+    texts = [
+        Text(f"k{i}", tuple(rng.randrange(3, VOCAB) for _ in range(length)), seed=i, temperature=1.0)
+        for i, length in enumerate(lengths)
+    ]
+    begin(child)
+    at_once = child.extend([replace(t.lane(), agreed=0) for t in texts])
+    begin(child, "ReadsSlowly")
+    for t in texts:
+        t.agreed = 0
+    first: dict[str, list[int]] = {}
+    calls: dict[str, int] = {}
+    for call in range(15):
+        lanes = [t.lane() for t in texts]
+        answers = child.read_up(lanes)
+        assert child.wrong([lanes[i] for i in answers], list(answers.values())) == 0
+        assert list(answers)[-3:] == [3, 4, 5]
+        for i, answer in answers.items():
+            assert len(answer) == 1
+            first.setdefault(texts[i].key, answer)
+            calls.setdefault(texts[i].key, call)
+            texts[i].tokens += answer
+    assert [first[t.key] for t in texts] == at_once
+    assert [calls[t.key] for t in texts] == [9, 5, 2, 0, 0, 0], "the shortest first, 16 tokens per call"
+    for t in texts:
+        child("forget", t.key)
 
 
 def test_drafts_are_sampled_at_the_draft_temperature(child: Child) -> None:
@@ -184,6 +222,7 @@ def test_drafts_are_sampled_at_the_draft_temperature(child: Child) -> None:
         ("SeesTheLastTokenAlone", 4),
         ("RemembersTheForgotten", 14),
         ("IsGreedy", 4),
+        ("ReadsTooFar", 4),
     ],
 )
 def test_mistakes_are_noticed(child: Child, mistake: str, texts: int) -> None:

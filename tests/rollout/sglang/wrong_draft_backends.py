@@ -9,6 +9,7 @@ from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.sglang.draft_backend import DraftBackend
 from specactor.rollout.sglang.draft_runner import DraftText
 from specactor.weights_sync.messages import DraftWeights
+from tests.rollout.sglang import wrong_model_drafters
 from tests.rollout.sglang.wrong_model_drafters import GreedyRunner, NextNoiseRunner, SharedRunner
 
 
@@ -20,6 +21,18 @@ class Shared(DraftBackend):
 
 def start_shared(spec: DrafterSpec) -> DraftBackend:
     return Shared.start(spec)
+
+
+class ReadsSlowly(Shared):
+    """Right: and so do those whose texts it has not read yet."""
+
+    runner_type = wrong_model_drafters.ReadsSlowly.runner_type
+
+
+class ReadsTooFar(Shared):
+    """What did not fit in a pass counts as read."""
+
+    runner_type = wrong_model_drafters.ReadsTooFar.runner_type
 
 
 class TakesTheNextNoise(Shared):
@@ -45,7 +58,7 @@ class SharesATokenMore(Shared):
 class TellsOldRunnersUp(Shared):
     """While second choices are not wanted, those of the last call in which they were count on."""
 
-    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int] | None]:
         before = self._runners_up
         answers = super().extend(lanes)
         self._runners_up = self._runners_up if self.wants_runners_up else before
@@ -55,7 +68,7 @@ class TellsOldRunnersUp(Shared):
 class NeverTellsThemAgain(Shared):
     """Second choices that were not wanted once are not there any more."""
 
-    def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
+    def extend(self, lanes: Sequence[Lane]) -> list[list[int] | None]:
         self._wanted = getattr(self, "_wanted", True) and self.wants_runners_up
         self.wants_runners_up = self._wanted
         return super().extend(lanes)
