@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ import jsonschema
 import psutil
 import pytest
 import yaml
+from torch.distributed import TCPStore
 
 from specactor.errors import ConfigError
 from specactor.parallel import seals
@@ -188,6 +191,9 @@ def test_the_multi_node_script_starts_again_after_a_failure(tmp_path: Path) -> N
     assert run_script("multi_node.sh", tmp_path, "quickstart", **job, MAX_RESTARTS="1").returncode == 1
     assert run_script("multi_node.sh", tmp_path, "quickstart", **job, MAX_RESTARTS="9").returncode == 0
     assert re.findall(r"read_timeout=(\d+)", starts.read_text()) == ["60", "600", "60"], "others may start again, too"
+    starts.unlink()
+    done = run_script("multi_node.sh", tmp_path, "quickstart", **job, MAX_RESTARTS="1", FORGIVE_S="0")
+    assert done.returncode == 0, "each start lasted long enough"
 
 
 def test_a_signal_while_the_multi_node_script_pauses_ends_it(tmp_path: Path) -> None:
@@ -228,6 +234,30 @@ def test_a_signal_to_the_multi_node_script_ends_torchrun(tmp_path: Path, number:
     assert len((tmp_path / "pids").read_text().split()) == 1
     if number is not signal.SIGKILL:
         assert (tmp_path / "said").read_text() == f"{number.name.removeprefix('SIG')}\n"
+
+
+@pytest.mark.parametrize("by", ["another", "a store", "nobody"])
+def test_a_port_of_head_that_another_program_holds_is_told_at_once(tmp_path: Path, by: str) -> None:
+    """It may be busy, and say nothing. A store is that of this job or of another one."""
+    fake(tmp_path / "bin", "torchrun", "echo started")
+    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        if by == "a store":
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = store.port
+        else:
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = server.getsockname()[1]
+            if by == "nobody":
+                server.close()
+        job = {"NODES": "1", "HEAD": f"127.0.0.1:{port}", "GPUS": "1", "PATH": path}
+        done = run_script("multi_node.sh", tmp_path, "quickstart", **job)
+    told = f"specactor: HEAD: got 127.0.0.1:{port}, where another program listens, expected a free port. "
+    assert (done.returncode, done.stdout, told in done.stderr) == (
+        (1, "", True) if by == "another" else (0, "started\n", False)
+    )
+    assert time.monotonic() - began < 60, "torchrun would say nothing for minutes"
 
 
 def test_the_slurm_script_starts_every_node(tmp_path: Path) -> None:
