@@ -260,6 +260,33 @@ def test_a_port_of_head_that_another_program_holds_is_told_at_once(tmp_path: Pat
     assert time.monotonic() - began < 60, "torchrun would say nothing for minutes"
 
 
+@pytest.mark.parametrize("everyone", [True, False])
+def test_a_run_that_is_asked_to_end_is_not_killed_by_the_signal(tmp_path: Path, everyone: bool) -> None:
+    """Slurm sends SIGUSR1 to every process of a job: the script, torchrun, ranks, and what they start; a person sends
+    it to the script."""
+    other = "import time; time.sleep(1)"
+    rank = f"""import os, runpy, signal, subprocess, sys
+runpy.run_path({TRAIN!r})["keep_signal"]()
+child = subprocess.Popen([sys.executable, "-c", {other!r}])
+open({str(tmp_path / "ready")!r}, "w").close()
+assert signal.sigwait({{signal.SIGUSR1}}) and child.wait() == 0
+print("asked to end")"""
+    (tmp_path / "rank.py").write_text(rank)
+    fake(tmp_path / "bin", "torchrun", f"{sys.executable} {tmp_path / 'rank.py'}")
+    job = {"NODES": "2", "HEAD": "h:1", "GPUS": "1", "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    command = ["bash", str(LAUNCH / "multi_node.sh"), "quickstart"]
+    script = subprocess.Popen(command, env=job, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    below = psutil.Process(script.pid).children(recursive=True)
+    for process in (script, *(below if everyone else ())):
+        process.send_signal(signal.SIGUSR1)
+    said, _ = script.communicate(timeout=60)
+    assert (script.returncode, "asked to end" in said) == (0, True)
+
+
 def test_the_slurm_script_starts_every_node(tmp_path: Path) -> None:
     fake(tmp_path / "bin", "torchrun", 'echo "$@"')
     fake(tmp_path / "bin", "scontrol", "printf 'node7\\nnode8\\n'")
