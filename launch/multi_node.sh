@@ -8,11 +8,13 @@
 #   HEAD       host:port of one of the nodes, reachable from all (required); the ranks meet there (c10d rendezvous)
 #   GPUS       ranks per node; default: the number of GPUs, or 2 where there is no nvidia-smi, or it sees none
 #   RUN_ID     name of the meeting; default: specactor. Two runs on the same HEAD need two names
-#   MAX_RESTARTS  times that this node starts torchrun again after a failure; default 0. Use it with --resume auto
+#   MAX_RESTARTS  times that this node starts torchrun again after a failure; default 0. Use it with --resume auto. They
+#              are counted anew after a start that lasted FORGIVE_S seconds (43200: half a day)
 #
 # The run folder (--output-dir) and the model must lie on a file system that all nodes share.
 # A node that dies or is cut off ends the run on all nodes within a minute. With MAX_RESTARTS the others wait for it in
 # the next meeting, for ten minutes: start the same command there again, and the run goes on from the last checkpoint.
+# SIGUSR1 to this script on any node ends the run after the step it is in, with a checkpoint.
 set -euo pipefail
 set -m  # torchrun in a process group of its own, which gets this script's signals once
 
@@ -39,21 +41,30 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 child= signal=
 trap 'signal=TERM; kill -TERM "$child" 2>/dev/null || true' TERM
 trap 'signal=INT; kill -INT "$child" 2>/dev/null || true' INT
+trap 'pkill -USR1 -P "$child" 2>/dev/null || true' USR1 # to its ranks: the run ends after the step, with a checkpoint
+
+python3 "$root/launch/head_port.py" "$HEAD" || [[ $? != 3 ]] || exit 1
 
 # Each start is a whole new torchrun: its own --max-restarts would keep a store, and where that host dies, nothing.
+restarts=${MAX_RESTARTS:-0}
 head_s=60 # how long torchrun tries to reach HEAD; when it is started again, that node may have to start, too
-for ((left = ${MAX_RESTARTS:-0}; ; left--)); do
-    setpriv --pdeathsig KILL torchrun \
-        --nnodes "$NODES" \
-        --nproc-per-node "$GPUS" \
-        --rdzv-backend c10d \
-        --rdzv-endpoint "$HEAD" \
-        --rdzv-conf "read_timeout=$head_s" \
-        --rdzv-id "${RUN_ID:-specactor}" \
-        "$root/launch/train_moe.py" "$@" &
+for ((left = restarts; ; left--)); do
+    began=$SECONDS
+    (
+        trap '' USR1 # torchrun would die of it, and Slurm sends it to every process of a job
+        exec setpriv --pdeathsig KILL torchrun \
+            --nnodes "$NODES" \
+            --nproc-per-node "$GPUS" \
+            --rdzv-backend c10d \
+            --rdzv-endpoint "$HEAD" \
+            --rdzv-conf "read_timeout=$head_s" \
+            --rdzv-id "${RUN_ID:-specactor}" \
+            "$root/launch/train_moe.py" "$@"
+    ) &
     child=$!
     [[ -z $signal ]] || kill -s "$signal" "$child" 2>/dev/null || true # it came before there was a child
     while code=0; wait "$child" || code=$?; kill -0 "$child" 2>/dev/null; do :; done
+    if ((SECONDS - began >= ${FORGIVE_S:-43200})); then left=$restarts; fi # no loop of crashes
     if [[ $code == 0 || -n $signal || $left -le 0 ]]; then exit "$code"; fi
     echo "specactor: $(hostname): torchrun ended with $code and is started again, $left times at most" >&2
     head_s=600

@@ -9,6 +9,7 @@
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
+#SBATCH --signal=USR1@600
 #
 # Start a run on a Slurm cluster, from the repository, with the environment activated:
 #
@@ -18,7 +19,9 @@
 #
 # Slurm ends a job at its --time and does not requeue it. For a longer run submit the same command several times, with
 # sbatch --dependency=singleton: each job begins when the one before has ended, and goes on from its last checkpoint.
-# Steps after that one are run again, so checkpoint.every bounds what a time limit or a pre-emption costs.
+# 600 s before its --time (give more if a step takes longer: sbatch --signal=USR1@3600) Slurm sends SIGUSR1 to all of the
+# job: the run ends after the step it is in, with a checkpoint. So it does after scancel --signal=USR1 JOB, and at a
+# pre-emption where PreemptParameters has send_user_signal; else steps after the last checkpoint are run again.
 #
 # One torchrun per node starts one rank per GPU; the ranks meet at the job's first node (see launch/multi_node.sh).
 # The job id names the meeting, so jobs that share a node do not mix. After a failure the nodes meet again, MAX_RESTARTS

@@ -29,6 +29,14 @@ def die_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def keep_signal() -> None:
+    """SIGUSR1 stays pending, where the run looks for it after each step (failure.py). All threads, engines and other
+    processes of this rank inherit that, since Slurm sends it to all of a job; torchrun must ignore it (multi_node.sh).
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # an ignored signal need not stay
+
+
 def set_environment() -> None:
     """What libraries read once, when they are imported; what the user has set stays."""
     # torchrun sets OMP_NUM_THREADS=1 by itself. More threads than cores wait for each other in spin locks.
@@ -59,6 +67,7 @@ def quiet_libraries() -> None:
 
 def main() -> int:
     die_with_launcher()
+    keep_signal()
     allow_open_files()
     set_environment()
     quiet_libraries()

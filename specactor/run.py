@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from torch._C._distributed_c10d import Store
@@ -23,7 +22,7 @@ from specactor.errors import ConfigError, PlanError
 from specactor.metrics import Tracker, read_metrics, rss_bytes
 from specactor.parallel.collective import Collective, destroy_groups, ends_with_peers, init_groups
 from specactor.parallel.devices import gpu_uuid, gpus, return_unused
-from specactor.parallel.failure import Failures, Member
+from specactor.parallel.failure import RESUME, Failures, Member, is_end_asked
 from specactor.parallel.layout import (
     Layout,
     ModelShape,
@@ -109,8 +108,7 @@ def run(
                 progress.note(reach(config))
         with progress.phase("sync"):
             actor.sync()
-        _train(actor, folder, tracker)
-        if note_phase is not None:
+        if _train(actor, folder, tracker) and note_phase is not None:
             note_phase("done", actor.steps_done)
 
 
@@ -356,18 +354,26 @@ def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
     ]
 
 
-def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None:
+def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> bool:
+    """Return whether all steps were taken: else SIGUSR1 has ended them."""
     config, progress = actor.config, actor.progress
     actor.recorder.started(actor.steps_done, actor.rollouts.state())
     replay = actor.collective.together("replay", folder.read_replay)
     if replay is not None:
         _replay(actor, replay, tracker)
-        return
+        return True
     if actor.steps_done == 0 and config.eval.problems:
         _log(actor, tracker, 0, {"weights/version": actor.version} | _evaluate(actor, folder))
     unfinished: list[Callable[[], Path]] = []
-    while actor.steps_done < config.train.steps:
-        metrics = actor.step(partial(_write_checkpoint, actor, folder, unfinished))
+    ends = False
+
+    def save() -> None:
+        nonlocal ends
+        ends = actor.collective.any(is_end_asked())  # ranks are sent a signal at different times, and maybe one alone
+        _write_checkpoint(actor, folder, unfinished, is_asked=ends)
+
+    while actor.steps_done < config.train.steps and not ends:
+        metrics = actor.step(save)
         done = actor.steps_done
         last = done == config.train.steps
         if config.eval.problems and (last or (config.eval.every and done % config.eval.every == 0)):
@@ -375,6 +381,9 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
         _log(actor, tracker, done, metrics)
         while unfinished:
             unfinished.pop()()
+    if actor.steps_done < config.train.steps:
+        progress.note(f"Ended by SIGUSR1 after step {actor.steps_done}, with a checkpoint. {RESUME}")
+        return False
     newest = checkpoint.latest(folder.checkpoints) if tracker is not None else None
     places = {"run": str(folder.root), "checkpoint": str(newest or "none")}
     if config.checkpoint.export:
@@ -392,6 +401,7 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None
         tracker.summary(told | ({k: v for k, v in lines[-1].items() if k != "step"} if lines else {}))
         places = {"attention": f"{arithmetic}: {promise}"} | places
         progress.summary(summary_rows(lines, seconds=progress.total_seconds, places=places))
+    return True
 
 
 def _replay(actor: SpecActor, replay: Replay, tracker: Tracker | None) -> None:
@@ -403,10 +413,12 @@ def _replay(actor: SpecActor, replay: Replay, tracker: Tracker | None) -> None:
         actor.recorder.stepped(actor.steps_done + 1, actor.version, groups, (), None, None)
 
 
-def _write_checkpoint(actor: SpecActor, folder: RunFolder, unfinished: list[Callable[[], Path]]) -> None:
-    """Write one if due; append to `unfinished` what makes it whole, after the step's metrics."""
+def _write_checkpoint(
+    actor: SpecActor, folder: RunFolder, unfinished: list[Callable[[], Path]], *, is_asked: bool
+) -> None:
+    """Write one if due or asked for; append to `unfinished` what makes it whole, after the step's metrics."""
     done, every, keep = actor.steps_done, actor.config.checkpoint.every, actor.config.checkpoint.keep
-    if done != actor.config.train.steps and not (every and done % every == 0):
+    if done != actor.config.train.steps and not is_asked and not (every and done % every == 0):
         return
     beside = actor.distillation.save if actor.distillation is not None else lambda folder: None
     with actor.progress.phase("checkpoint"):

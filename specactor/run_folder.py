@@ -126,6 +126,8 @@ def changed_settings(checkpoint_dir: Path, config: dict[str, Any]) -> list[str]:
         before = json.loads((checkpoint_dir.parent.parent / "config.json").read_text())
     except (OSError, ValueError):
         return []
+    if not isinstance(before, dict):
+        return []
     of_place = dict.fromkeys(("name", "output_dir", "resume"))
     return list(_differences(before | of_place, config | of_place))
 

@@ -349,6 +349,11 @@ WRONG: list[tuple[str, str]] = [
         "eval.problems: got 10000001, expected <= 10000000. Use fewer.",
     ),
     (
+        "--eval.problems 0 --eval.every 5",
+        "eval.every: got 5, expected 0 with eval.problems 0. Nothing would be evaluated: leave it out, or set "
+        "eval.problems.",
+    ),
+    (
         "--rollout.engine.max-total-tokens 64",
         "rollout.engine.max_total_tokens: got 64, expected > rollout.max_new_tokens = 64. "
         "The KV cache must hold at least one whole response: enlarge it, or use None.",

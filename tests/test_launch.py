@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ import jsonschema
 import psutil
 import pytest
 import yaml
+from torch.distributed import TCPStore
 
 from specactor.errors import ConfigError
 from specactor.parallel import seals
@@ -188,6 +191,9 @@ def test_the_multi_node_script_starts_again_after_a_failure(tmp_path: Path) -> N
     assert run_script("multi_node.sh", tmp_path, "quickstart", **job, MAX_RESTARTS="1").returncode == 1
     assert run_script("multi_node.sh", tmp_path, "quickstart", **job, MAX_RESTARTS="9").returncode == 0
     assert re.findall(r"read_timeout=(\d+)", starts.read_text()) == ["60", "600", "60"], "others may start again, too"
+    starts.unlink()
+    done = run_script("multi_node.sh", tmp_path, "quickstart", **job, MAX_RESTARTS="1", FORGIVE_S="0")
+    assert done.returncode == 0, "each start lasted long enough"
 
 
 def test_a_signal_while_the_multi_node_script_pauses_ends_it(tmp_path: Path) -> None:
@@ -228,6 +234,57 @@ def test_a_signal_to_the_multi_node_script_ends_torchrun(tmp_path: Path, number:
     assert len((tmp_path / "pids").read_text().split()) == 1
     if number is not signal.SIGKILL:
         assert (tmp_path / "said").read_text() == f"{number.name.removeprefix('SIG')}\n"
+
+
+@pytest.mark.parametrize("by", ["another", "a store", "nobody"])
+def test_a_port_of_head_that_another_program_holds_is_told_at_once(tmp_path: Path, by: str) -> None:
+    """It may be busy, and say nothing. A store is that of this job or of another one."""
+    fake(tmp_path / "bin", "torchrun", "echo started")
+    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        if by == "a store":
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = store.port
+        else:
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = server.getsockname()[1]
+            if by == "nobody":
+                server.close()
+        job = {"NODES": "1", "HEAD": f"127.0.0.1:{port}", "GPUS": "1", "PATH": path}
+        done = run_script("multi_node.sh", tmp_path, "quickstart", **job)
+    told = f"specactor: HEAD: got 127.0.0.1:{port}, where another program listens, expected a free port. "
+    assert (done.returncode, done.stdout, told in done.stderr) == (
+        (1, "", True) if by == "another" else (0, "started\n", False)
+    )
+    assert time.monotonic() - began < 60, "torchrun would say nothing for minutes"
+
+
+@pytest.mark.parametrize("everyone", [True, False])
+def test_a_run_that_is_asked_to_end_is_not_killed_by_the_signal(tmp_path: Path, everyone: bool) -> None:
+    """Slurm sends SIGUSR1 to every process of a job: the script, torchrun, ranks, and what they start; a person sends
+    it to the script."""
+    other = "import time; time.sleep(1)"
+    rank = f"""import os, runpy, signal, subprocess, sys
+runpy.run_path({TRAIN!r})["keep_signal"]()
+child = subprocess.Popen([sys.executable, "-c", {other!r}])
+open({str(tmp_path / "ready")!r}, "w").close()
+assert signal.sigwait({{signal.SIGUSR1}}) and child.wait() == 0
+print("asked to end")"""
+    (tmp_path / "rank.py").write_text(rank)
+    fake(tmp_path / "bin", "torchrun", f"{sys.executable} {tmp_path / 'rank.py'}")
+    job = {"NODES": "2", "HEAD": "h:1", "GPUS": "1", "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    command = ["bash", str(LAUNCH / "multi_node.sh"), "quickstart"]
+    script = subprocess.Popen(command, env=job, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    below = psutil.Process(script.pid).children(recursive=True)
+    for process in (script, *(below if everyone else ())):
+        process.send_signal(signal.SIGUSR1)
+    said, _ = script.communicate(timeout=60)
+    assert (script.returncode, "asked to end" in said) == (0, True)
 
 
 def test_the_slurm_script_starts_every_node(tmp_path: Path) -> None:

@@ -26,5 +26,6 @@ def test_a_resume_names_each_setting_that_it_changes(tmp_path: Path) -> None:
         "rollout.stop [] -> ['x']",
         f"train.learning_rate {load([*WORDS]).train.learning_rate} -> 5e-07",
     ]
-    file.write_text("{")
-    assert changed_settings(checkpoint, to_json(load([*WORDS]))) == []
+    for damaged in ("{", "[]", "null", '"x"', "\xff"):
+        file.write_text(damaged)
+        assert changed_settings(checkpoint, to_json(load([*WORDS]))) == []

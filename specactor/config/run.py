@@ -147,6 +147,12 @@ class EvalConfig:
         rule("problems", self.problems >= 0, ">= 0", "Use 0 for no evaluation.")
         rule("every", self.every >= 0, ">= 0", "Use 0 for before and after only.")
         rule("samples", self.samples >= 1, ">= 1", "Use 1 for greedy responses.")
+        rule(
+            "every",
+            self.every == 0 or self.problems > 0,
+            f"0 with eval.problems {self.problems}",
+            "Nothing would be evaluated: leave it out, or set eval.problems.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ def answer_of(response: str, problem: Problem) -> str:
 def get_verifier(name: str, timeout_s: float | None = None) -> Verifier:
     """Return the scoring function of that name, which raises DataError when the verifier fails. Raises DataError for an
     unknown one. `timeout_s` bounds asynchronous ones."""
-    function = _function(name)
+    function = remote_verifier(name, timeout_s) if is_remote(name) else _function(name)
     if not callable(function):
         raise DataError(f"got {name!r}, which is a {type(function).__name__}, expected a function. Name another.")
     try:
@@ -194,16 +194,19 @@ BUILT_IN: dict[str, Verifier] = {
 IN_PROCESS = ("exact", "number")
 
 
-ATTEMPTS = 4
+ATTEMPTS = 4  # of a server that fails at a response; one that is away is asked until the verifier's time is over
+AWAY = (429, 502, 503, 504)  # busy, or what a proxy says of a server that is started again
+AWAY_S = 60.0  # where the verifier has no time limit
 MAX_BYTES = 1 << 20  # of an answer that are read
 PAUSE_S = 0.5  # before the second attempt; it doubles every further time
+MAX_PAUSE_S = 5.0
 
 
 class _Answer(msgspec.Struct):
     score: float
 
 
-def remote_verifier(url: str) -> Callable[[str, Problem], Awaitable[float]]:
+def remote_verifier(url: str, timeout_s: float | None = None) -> Callable[[str, Problem], Awaitable[float]]:
     """Return the verifier at that address. Raises DataError for what is none."""
     try:
         parts = urlsplit(url)
@@ -212,10 +215,24 @@ def remote_verifier(url: str) -> Callable[[str, Problem], Awaitable[float]]:
         good = False
     if not good:
         raise DataError(f"got {url!r}, expected the address of a verifier, as http://host:port/path. Correct it.")
+    limit_s = AWAY_S if timeout_s is None else timeout_s
+    is_away = False
+
+    async def pause(attempt: int, deadline: float, error: Exception) -> None:
+        """Wait until the next attempt. Raises `error` where there is none."""
+        nonlocal is_away
+        pause_s = min(MAX_PAUSE_S, PAUSE_S * 2 ** min(attempt - 1, 9))
+        if time.monotonic() + pause_s >= deadline:
+            raise error
+        if not is_away:  # once, and not for each response that waits
+            is_away = True
+            print(f"verifier {url}: {error}. It is asked again for {limit_s:g} s.", file=sys.stderr, flush=True)
+        await asyncio.sleep(pause_s)
 
     async def verify(response: str, problem: Problem) -> float:
         import aiohttp  # takes a quarter of a second, and few need it
 
+        nonlocal is_away
         body = msgspec.json.encode(
             {
                 "response": response,
@@ -225,18 +242,27 @@ def remote_verifier(url: str) -> Callable[[str, Problem], Awaitable[float]]:
                 "metadata": problem.metadata,
             }
         )
+        deadline, attempt, failed = time.monotonic() + limit_s, 0, 0
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as client:  # the caller bounds it all
-            for attempt in range(1, ATTEMPTS + 1):
+            while True:
+                attempt += 1
                 try:
                     async with client.post(url, data=body, headers={"Content-Type": "application/json"}) as answer:
-                        if attempt == ATTEMPTS or (answer.status != 429 and answer.status < 500):
-                            answer.raise_for_status()
-                            return msgspec.json.decode(await answer.content.read(MAX_BYTES), type=_Answer).score
-                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
-                    if attempt == ATTEMPTS:
+                        answer.raise_for_status()
+                        is_away = False
+                        return msgspec.json.decode(await answer.content.read(MAX_BYTES), type=_Answer).score
+                except aiohttp.ClientConnectorError as error:  # nobody is there
+                    await pause(attempt, deadline, error)
+                except aiohttp.ClientResponseError as error:
+                    failed += error.status not in AWAY
+                    if error.status not in AWAY and (error.status < 500 or failed == ATTEMPTS):
                         raise
-                await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
-        raise AssertionError("the last attempt returns or raises")
+                    await pause(attempt, deadline, error)
+                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                    failed += 1  # the response itself may end the server
+                    if failed == ATTEMPTS:
+                        raise
+                    await pause(attempt, deadline, error)
 
     return verify
 

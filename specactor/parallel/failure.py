@@ -248,6 +248,12 @@ def failure_guard(rank: int, store: Store | None) -> Iterator[Failures]:
             raise SystemExit(1) from None
 
 
+def is_end_asked() -> bool:
+    """Return whether this process was sent SIGUSR1, which its launch has blocked: after the step the run ends, with a
+    checkpoint."""
+    return signal.SIGUSR1 in signal.sigpending()
+
+
 @contextmanager
 def _signals(actions: dict[signal.Signals, Callable[[], None]]) -> Iterator[None]:
     """Run a signal's action in a thread, also during library calls. SIGTERM no longer ends the process; SIGINT still

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.2
 PAUSE_S = 0.5
+DEATHS_WITHIN = 100  # rollouts in which deaths are counted: those of long ago say nothing of a drafter
 SLEEP_TIMEOUT_S = 10.0  # longest wait for all that were woken to sleep, after a batch; others are ended
 ANSWER_S = 1.0  # of that, what each may take to say that it sleeps, also after others were waited for
 PUSH_LIMIT_S = 10.0  # longest wait for all to take new weights: one that hangs holds the run no longer
@@ -44,7 +45,9 @@ class DrafterPool:
         self._ending = threading.Event()
         self._watcher: threading.Thread | None = None
         self.restarts = 0
-        self._deaths = [0] * len(specs)
+        self._rollouts = 0
+        self._died: list[list[int]] = [[] for _ in specs]  # in which rollouts
+        self._deaths = [0] * len(specs)  # of these, the last `DEATHS_WITHIN` rollouts'
         self._late = [0] * len(specs)  # ends of rollouts in a row that found it late, and ended it
         self._gone_s: list[float | None] = [None] * len(specs)  # when one that is to be restarted died or was ended
         self._free: set[int] = set()  # engines that have nothing to do, in a rollout
@@ -174,6 +177,7 @@ class DrafterPool:
         """Let all sleep; end late or, on GPUs, starting ones."""
         with self._replacing, self._lock:
             deadline = time.monotonic() + SLEEP_TIMEOUT_S
+            self._rollouts += 1
             self._free.clear()
             lent = [i for i, drafter in enumerate(self.drafters) if drafter.spec.engine is not None and drafter.alive]
             for i in lent:
@@ -239,11 +243,13 @@ class DrafterPool:
             drafter.kill()
         if (gone_s := self._gone_s[index]) is None:
             self._gone_s[index] = gone_s = now_s
-            self._deaths[index] += 1
+            recent = [rollout for rollout in self._died[index] if rollout > self._rollouts - DEATHS_WITHIN]
+            self._died[index] = [*recent, self._rollouts]
+            self._deaths[index] = len(self._died[index])
             drafter.kill()
             _LOG.warning(
-                "drafter %d died; %d of %d restarts were used. The end of its log, %s:\n%s",
-                *(spec.index, self._deaths[index] - 1, spec.max_restarts, spec.log_file, drafter.log_tail()),
+                "drafter %d died; %d of %d restarts in %d rollouts were used. The end of its log, %s:\n%s",
+                *(spec.index, len(recent), spec.max_restarts, DEATHS_WITHIN, spec.log_file, drafter.log_tail()),
             )
         with self._lock:
             if spec.engine is not None and spec.engine not in self._free:

@@ -175,6 +175,27 @@ def test_ctrl_c_ends_the_run_and_says_how_to_continue(start: Start) -> None:
 
 
 @pytest.mark.deep
+def test_a_run_that_is_asked_to_end_does_after_its_step_with_a_checkpoint(
+    start: Start, undisturbed: list[dict[str, Value]]
+) -> None:
+    """All but the launcher are sent the signal, as by Slurm, and one rank alone; resumed, it is as if nothing was."""
+    for name, step in (("asked", 1), ("asked", 2)):
+        job = start(name, "--checkpoint.every", "0")
+        job.wait_for("rollout", step)
+        job.record()
+        everyone = psutil.Process(job.launcher.pid).children(recursive=True)
+        for process in everyone if step == 1 else [psutil.Process(job.victim("rank 1"))]:
+            process.send_signal(signal.SIGUSR1)
+        assert job.wait(RUN_S) == 0, job.output()
+        assert job.output().count(f"Ended by SIGUSR1 after step {step}, with a checkpoint. {RESUME}") == 1
+        assert status_of(job).phase != "done"
+        assert job.left(LEFT_S) == []
+    job = start("asked", launch=partial(Launcher, 2))
+    assert job.wait(RUN_S) == 0, job.output()
+    assert compared(job.folder) == undisturbed
+
+
+@pytest.mark.deep
 def test_an_engine_that_dies_too_often_ends_the_run_with_one_error(start: Start) -> None:
     job = start("too-often", "--rollout.engine.max-restarts", "0")
     strike(job, "engine server", "rollout", 1)

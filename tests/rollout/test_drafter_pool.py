@@ -65,6 +65,31 @@ def test_dead_drafters_are_replaced(make_drafter_spec: Callable[..., DrafterSpec
     pool.stop()
 
 
+def test_deaths_of_long_ago_are_forgotten(
+    make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter_pool, "DEATHS_WITHIN", 2)
+    with DrafterPool([make_drafter_spec(max_restarts=1)]) as pool:
+        pool.wait_ready()
+        for death in (1, 2, 3):
+            os.kill(child_of(pool.drafters[0]), signal.SIGKILL)
+            wait_until(lambda death=death: pool.restarts == death)  # type: ignore[misc]
+            pool.drafters[0].wait_ready()
+            for _ in range(2):
+                with pool.rollout():
+                    pass
+        os.kill(child_of(pool.drafters[0]), signal.SIGKILL)
+        wait_until(lambda: pool.restarts == 4)
+        pool.drafters[0].wait_ready()
+        with pool.rollout():
+            pass
+        os.kill(child_of(pool.drafters[0]), signal.SIGKILL)
+        wait_until(lambda: pool._deaths == [2])
+        settled()
+        assert not pool.drafters[0].alive, "twice within two rollouts"
+        assert pool.restarts == 4
+
+
 def test_an_error_in_watching_one_ends_no_watch(
     make_drafter_spec: Callable[..., DrafterSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

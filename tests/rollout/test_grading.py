@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import reasoning_gym
 
+from specactor.data import verifiers
 from specactor.data.verifiers import get_verifier
 from specactor.errors import DataError
 from specactor.rollout import grading as module
@@ -248,7 +250,9 @@ class Judge(BaseHTTPRequestHandler):
         self.asked[name] = self.asked.get(name, 0) + 1
         if self.path == "/busy" and self.asked[name] < 3:
             self.answer(503, b"busy")
-        elif self.path == "/gone" and self.asked[name] < 2:
+        elif self.path == "/away" and self.asked[name] < 12:
+            self.answer(502, b"it is started again")
+        elif (self.path == "/gone" and self.asked[name] < 2) or self.path == "/falls":
             self.close_connection = True
         elif self.path == "/broken":
             self.answer(500, b"broken")
@@ -273,27 +277,30 @@ class Judge(BaseHTTPRequestHandler):
         pass
 
 
+def serve(port: int = 0) -> ThreadingHTTPServer:
+    server = ThreadingHTTPServer(("127.0.0.1", port), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
 @pytest.fixture
 def judge() -> Iterator[str]:
     Judge.asked, Judge.over = {}, threading.Event()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serve() as server:
         yield f"http://127.0.0.1:{server.server_port}"
         Judge.over.set()
         server.shutdown()
-        thread.join()
 
 
 def test_a_judge_behind_http_that_is_busy_gone_broken_late_and_lies(judge: str) -> None:
     with Grading(timeout_s=60.0) as grading, Grading(timeout_s=1.0) as hasty:
         paths = ("score", "busy", "gone")
         good = [grading.submit(str(i), problem(f"{judge}/{paths[i % 3]}")) for i in range(60)]
-        bad = {path: grading.submit(path, problem(f"{judge}/{path}")) for path in ("broken", "refuses")}
+        bad = {path: grading.submit(path, problem(f"{judge}/{path}")) for path in ("broken", "refuses", "falls")}
         bad["late"] = hasty.submit("late", problem(f"{judge}/late"))
         lies = ('{"score": "1"}', '{"score": null}', '{"score": 1e999}', '{"score": true}', "[1]", "", "\x00")
         says = [grading.submit("x", problem(f"{judge}/lies", says=text)) for text in lies]
-        nowhere = grading.submit("y", problem("http://127.0.0.1:1/"))
+        nowhere = hasty.submit("y", problem("http://127.0.0.1:1/"))
         assert scores(good) == [float(i) for i in range(60)]
         found = dict(zip(bad, scores(list(bad.values())), strict=True))
         assert str(found["broken"]).startswith(f"ClientResponseError: verifier {judge}/broken: problem 17")
@@ -301,7 +308,42 @@ def test_a_judge_behind_http_that_is_busy_gone_broken_late_and_lies(judge: str) 
         assert str(found["late"]).startswith(("TimeoutError: verifier ", "no answer in time: verifier "))
         assert all(str(of).startswith(("ValidationError", "DecodeError")) for of in scores(says))
         assert str(scores([nowhere])[0]).startswith("ClientConnectorError: verifier http://127.0.0.1:1/: problem 17")
-    assert (Judge.asked["broken"], Judge.asked["refuses"], Judge.asked["1"], Judge.asked["2"]) == (4, 1, 3, 2)
+        assert str(found["falls"]).startswith("ServerDisconnectedError")
+    assert [Judge.asked[name] for name in ("broken", "refuses", "falls", "1", "2")] == [4, 1, 4, 3, 2]
+
+
+def test_a_judge_that_is_started_again_costs_time_and_no_reward(
+    judge: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is asked until the verifier's time is over, by pauses that double, and one line says so."""
+    monkeypatch.setattr(verifiers, "PAUSE_S", 0.01)
+    monkeypatch.setattr(verifiers, "MAX_PAUSE_S", 0.1)
+    verify = get_verifier(f"{judge}/away", LIMIT_S)
+    assert [verify(text, problem(f"{judge}/away")) for text in ("3", "4")] == [3.0, 4.0]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2, "once for each time that it was away"
+    assert said[0].startswith(f"verifier {judge}/away: 502")
+    assert said[0].endswith("It is asked again for 120 s.")
+
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/"
+    back = threading.Timer(1.0, lambda: served.append(serve(int(url.rpartition(":")[2][:-1]))))
+    served: list[ThreadingHTTPServer] = []
+    back.start()
+    try:
+        assert get_verifier(url, LIMIT_S)("5", problem(url)) == 5.0
+    finally:
+        back.join()
+        served[0].shutdown()
+        served[0].server_close()
+
+
+def test_a_judge_that_stays_away_fails_its_response_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers, "PAUSE_S", 0.05)
+    began = time.monotonic()
+    with pytest.raises(DataError, match="ClientConnectorError"):
+        get_verifier("http://127.0.0.1:1/x", 2.0)("y", problem("http://127.0.0.1:1/x"))
+    assert 0.8 < time.monotonic() - began < 2.0
 
 
 def test_an_address_without_a_host_is_refused() -> None:
