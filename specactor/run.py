@@ -97,6 +97,8 @@ def run(
         for unused in config.rollout.speculation.unused:
             progress.note(f"The draft model {unused} is not used: no drafter in rollout.speculation.drafters names it.")
         config = _planned(config, members, collective, progress)
+        if config.distillation.refresh and not config.drafter_learns:
+            progress.note("Nothing is refreshed: nothing drafts with the first draft model, which alone learns.")
         actor = _build(_Job(config, folder, collective, members, head, progress, stack), layout)
         if resume is not None:
             _resume(actor, resume, config, progress)
@@ -272,10 +274,10 @@ def _planned(config: Config, members: Sequence[Member], collective: Collective, 
 
 
 def _distillation(job: _Job, trainer: PolicyTrainer, pool: EnginePool, drafters: DrafterPool) -> Distillation | None:
-    settings = DraftTrainingConfig.of(job.config.distillation)
-    if settings.refresh == 0:
+    if not job.config.drafter_learns:
         return None
     in_engine = "model" in job.config.rollout.speculation.in_engines
+    settings = DraftTrainingConfig.of(job.config.distillation)
     distillation = Distillation(
         job.config,
         job.collective,
