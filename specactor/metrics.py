@@ -33,6 +33,7 @@ METRICS: dict[str, str] = {
     "accuracy/train": "share of the step's responses that are right",
     "accuracy/eval": "share of held-out problems answered right, greedily; of all samples with eval.samples (avg@k)",
     "response/length_mean": "tokens per response, mean; of a conversation all, what its environment said too",
+    "score/eval": "mean score of the held-out responses; of a reward that is not 0 or 1 accuracy/eval tells little",
     "response/length_p95": "tokens per response, 95th percentile",
     "response/length_max": "tokens per response, longest",
     "response/cut_fraction": "share of responses cut at rollout.max_new_tokens",
@@ -253,7 +254,7 @@ def _known(name: str) -> None:
     if family == "speculation" and re.sub(r"_at_[0-9]+$", "_at_J", rest.rpartition("/")[2]) in SPECULATION:
         return
     # A further set of data.eval; of any set the chance that one of K samples is right, with eval.samples.
-    if family == "accuracy" and re.fullmatch(r"[A-Za-z0-9_-]+(/pass@[0-9]+)?", rest):
+    if family in ("accuracy", "score") and re.fullmatch(r"[A-Za-z0-9_-]+(/pass@[0-9]+)?", rest):
         return
     if name not in METRICS and rest not in _FAMILIES.get(family, ()):
         nearest = difflib.get_close_matches(name, METRICS, n=1)

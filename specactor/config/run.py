@@ -136,7 +136,7 @@ class EvalConfig:
     """Accuracy on held-out problems, before and after RL."""
 
     problems: int = 256
-    """Held-out problems per evaluation, of each set; 0: no evaluation."""
+    """Held-out problems per evaluation, of each set; of a file the first. 0: no evaluation."""
     samples: int = 1
     """Responses per problem; 1: one, greedily; more: sampled as in training, for avg@k and pass@k."""
     every: int = 0
