@@ -78,7 +78,12 @@ async def run_python(code: str) -> str:
 class PythonTool:
     """A response with a block of Python is answered with what that prints; one without is scored, as a number."""
 
+    has_bounds = False  # whether this process has tried
+
     async def start(self, problem: Problem) -> Sequence[Message]:
+        if not PythonTool.has_bounds:  # else a step would learn from the responses that call no tool alone
+            await run_python("")
+            PythonTool.has_bounds = True
         self.problem = problem
         rule = "Code between ```python and ``` is run, and you see its output. Then answer with # and a number."
         return [{"role": "system", "content": rule}, {"role": "user", "content": problem.prompt}]

@@ -5,6 +5,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=96
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
@@ -16,6 +17,8 @@
 #   sbatch --nodes 8 launch/slurm.sh qwen3_30b_a3b --model.path /models/Qwen3-30B-A3B \
 #       --rollout.speculation.draft-model /models/Qwen3-0.6B --data.train math_train.jsonl --data.eval math_eval.jsonl \
 #       --output-dir /shared/runs
+#
+# --mem=0 is all memory of a node; without it a job has the cluster's default, also with --exclusive.
 #
 # Slurm ends a job at its --time and does not requeue it. For a longer run submit the same command several times, with
 # sbatch --dependency=singleton: each job begins when the one before has ended, and goes on from its last checkpoint.

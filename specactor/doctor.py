@@ -70,6 +70,8 @@ def examine(config: Config | None, environ: Mapping[str, str]) -> list[Finding]:
     found = [_python(), *packages, *_hardware(devices), *_optional(devices), *_places(config), loopback()]
     if config and gpu:
         found.append(joined_kernels(config, devices.packages["transformer_engine"].works))
+    if config and gpu:
+        found += host_memory(config, len(devices.gpus), devices.memory_bytes)
     if config:
         replay = Finding(component="replay", found=reach(config).removeprefix("replay: "))
         found += [tokens(config, gpu=gpu), replay, *_recipe(config)]
@@ -280,6 +282,28 @@ def checkpoints(config: Config, free_bytes: int) -> list[Finding]:
             found=f"{together} of {each / GIB:.1f} GiB beside each other (draft models apart)",
             used="the room that is there: a run ends where it is full" if low else "",
             remedy="Free some, lower --checkpoint.keep, or choose another --output-dir." if low else "",
+        )
+    ]
+
+
+def host_memory(config: Config, devices: int, memory_bytes: int) -> list[Finding]:
+    """Compare a host of so many devices with what the fewest ranks need there; nothing as in `checkpoints`."""
+    from specactor.planning.memory import PHASES, host_memory_of
+
+    ranks = smallest_world(config.parallel)
+    try:
+        needed = host_memory_of(config, ranks, devices)
+    except SpecActorError:
+        return []
+    most = max(map(needed.of, PHASES))
+    usual = max(needed.of(phase, without=("checkpoint",)) for phase in PHASES)
+    low = most > memory_bytes
+    return [
+        Finding(
+            component="host memory",
+            found=f"{usual / GIB:.0f} GiB needed, {most / GIB:.0f} at a checkpoint, by a host of {ranks} ranks in all",
+            used=f"the {memory_bytes / GIB:.0f} that are there: the system ends a run that wants more" if low else "",
+            remedy="Give the job all of the host's (Slurm: --mem=0), or use more hosts: specactor plan." if low else "",
         )
     ]
 

@@ -21,6 +21,7 @@ import psutil  # type: ignore[import-untyped]
 
 from specactor.config import TrackingConfig
 from specactor.errors import SpecActorError
+from specactor.parallel.devices import gpus
 
 Value = float | int | str
 
@@ -32,6 +33,7 @@ METRICS: dict[str, str] = {
     "reward/uninformative_groups": "share of groups whose rewards are all equal",
     "accuracy/train": "share of the step's responses that are right",
     "accuracy/eval": "share of held-out problems answered right, greedily; of all samples with eval.samples (avg@k)",
+    "score/eval": "mean score of the held-out responses; of a reward that is not 0 or 1 accuracy/eval tells little",
     "response/length_mean": "tokens per response, mean; of a conversation all, what its environment said too",
     "response/length_p95": "tokens per response, 95th percentile",
     "response/length_max": "tokens per response, longest",
@@ -182,6 +184,7 @@ class Tracker:
         self._file = (run_dir / "metrics.jsonl").open("a")
         self._last_step = resume_step or -1
         self._run = _start_wandb(run_dir, config_json, tracking, resuming=resume_step > 0)
+        self._wandb_step = self._run.starting_step if self._run is not None else 0
 
     def __enter__(self) -> Tracker:
         return self
@@ -202,7 +205,10 @@ class Tracker:
         self._file.flush()
         os.fsync(self._file.fileno())
         if self._run is not None:
-            self._to_wandb(lambda run: run.log(dict(metrics), step=step))
+            # It drops rows of steps before its last, and steps after a checkpoint run again: they are counted on.
+            at = max(step, self._wandb_step)
+            self._wandb_step = at + 1
+            self._to_wandb(lambda run: run.log({"step": step, **metrics}, step=at))
 
     def summary(self, values: Mapping[str, Value]) -> None:
         _write_whole(
@@ -253,7 +259,7 @@ def _known(name: str) -> None:
     if family == "speculation" and re.sub(r"_at_[0-9]+$", "_at_J", rest.rpartition("/")[2]) in SPECULATION:
         return
     # A further set of data.eval; of any set the chance that one of K samples is right, with eval.samples.
-    if family == "accuracy" and re.fullmatch(r"[A-Za-z0-9_-]+(/pass@[0-9]+)?", rest):
+    if family in ("accuracy", "score") and re.fullmatch(r"[A-Za-z0-9_-]+(/pass@[0-9]+)?", rest):
         return
     if name not in METRICS and rest not in _FAMILIES.get(family, ()):
         nearest = difflib.get_close_matches(name, METRICS, n=1)
@@ -303,13 +309,13 @@ def _start_wandb(run_dir: Path, config_json: Mapping[str, Any], tracking: Tracki
         console="off",
         disable_git=True,
         save_code=False,
-        x_disable_stats=True,
+        x_disable_stats=not gpus(),  # its samples of a CPU take of the cores that compute
         init_timeout=WANDB_INIT_S,
         finish_timeout=WANDB_FINISH_S,
     )
     for mode in ("online", "offline") if online else ("offline",):
         try:
-            return wandb.init(
+            run = wandb.init(
                 dir=str(run_dir),
                 project=os.environ.get("WANDB_PROJECT", "specactor"),
                 name=run_dir.name,
@@ -319,6 +325,8 @@ def _start_wandb(run_dir: Path, config_json: Mapping[str, Any], tracking: Tracki
                 config=dict(config_json),
                 settings=settings,
             )
+            run.define_metric("*", step_metric="step")
+            return run
         except Exception as error:  # wandb is another process, or a server: its failure must never end the training
             rest = "goes on offline" if mode == "online" else "is off; metrics.jsonl goes on"
             wandb.teardown()  # else the id counts as in use

@@ -53,8 +53,10 @@ USUAL_NAMES = {
     "etp": "parallel.expert_tensor",
     "cp": "parallel.context",
     "n": "rollout.group_size",
+    "val_kwargs.n": "eval.samples",
     "n_samples_per_prompt": "rollout.group_size",
     "num_generations": "rollout.group_size",
+    "num_generations_per_prompt": "rollout.group_size",
     "train_batch_size": "rollout.prompts_per_step",
     "rollout_batch_size": "rollout.prompts_per_step",
     "max_response_length": "rollout.max_new_tokens",
@@ -70,6 +72,8 @@ USUAL_NAMES = {
     "advantage_estimator": "algorithm.advantage",
     "loss_agg_mode": "algorithm.aggregation",
     "kl_loss_coef": "algorithm.kl_coef",
+    "use_kl_loss": "algorithm.kl_coef",
+    "use_tis": "algorithm.correction.level",
     "eps_clip": "algorithm.clip_low",
     "eps_clip_high": "algorithm.clip_high",
     "clip_ratio_low": "algorithm.clip_low",
@@ -88,12 +92,12 @@ USUAL_NAMES = {
     "tensor_model_parallel_size": "parallel.tensor",
     "max_tokens_per_gpu": "train.tokens_per_microbatch",
     "ppo_max_token_len_per_gpu": "train.tokens_per_microbatch",
-    "ppo_mini_batch_size": "train.updates_per_step",
     "num_steps_per_rollout": "train.updates_per_step",
     "lr_warmup_steps": "train.warmup_steps",
     "lr_warmup_iters": "train.warmup_steps",
     "lr_decay_style": "train.schedule",
     "clip_grad": "train.grad_clip",
+    "optimizer_cpu_offload": "train.optimizer_state",
     "over_sampling_batch_size": "rollout.oversample",
     "n_samples_per_eval_prompt": "eval.samples",
     "resume_mode": "resume",
@@ -106,6 +110,8 @@ NO_SETTING = {
     "max_prompt_length": "A prompt has what train.tokens_per_microbatch leaves beside rollout.max_new_tokens.",
     "rollout_max_prompt_len": "A prompt has what train.tokens_per_microbatch leaves beside rollout.max_new_tokens.",
     "global_batch_size": "A step's rollout.prompts_per_step groups are split into train.updates_per_step updates.",
+    "train_global_batch_size": "train.updates_per_step updates have a step's rollout.prompts_per_step groups.",
+    "ppo_mini_batch_size": "train.updates_per_step counts updates: rollout.prompts_per_step / ppo_mini_batch_size.",
     "micro_batch_size": "Sequences are packed: use --train.tokens-per-microbatch.",
     "ppo_micro_batch_size_per_gpu": "Sequences are packed: use --train.tokens-per-microbatch.",
     "use_dynamic_bsz": "Sequences are packed: use --train.tokens-per-microbatch.",
@@ -116,6 +122,8 @@ NO_SETTING = {
     "custom_rm_path": "Each row of data names its verifier, such as module:function.",
     "custom_reward_function": "Each row of data names its verifier, such as module:function.",
     "project_name": "Set WANDB_PROJECT.",
+    "wandb_project": "Set WANDB_PROJECT.",
+    "apply_chat_template": "Messages go through the model's chat template, a prompt is taken as it is.",
     "total_epochs": "A run has --train.steps steps, and goes through the data as often as they need.",
     "num_epoch": "A run has --train.steps steps, and goes through the data as often as they need.",
 }
@@ -414,8 +422,9 @@ def _unknown_key(token: str, config: Config) -> str:
 def nearest_keys(key: str, config: Config) -> list[str]:
     """Return at most two fields of `config` that `key` may stand for."""
     last, known = key.rpartition(".")[2], _keys(config)
-    if last in USUAL_NAMES:
-        return [USUAL_NAMES[last]]
+    for usual in (".".join(key.split(".")[-2:]), last):  # verl's n is of samples or of an evaluation's
+        if usual in USUAL_NAMES:
+            return [USUAL_NAMES[usual]]
     parts = [name.rpartition(".")[2] for name in known]
     near = difflib.get_close_matches(last, parts, n=1)
     return [name for name, part in zip(known, parts, strict=True) if part in near][:2]

@@ -58,6 +58,7 @@ from specactor.trainer.model import read_hf_config
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import RankShards
 from specactor.trainer.warmup import find_solver, initial_model, warmed_up_model, with_draft_model
+from specactor.types import Problem
 from specactor.weights_sync.sender import WeightSender
 
 
@@ -95,6 +96,8 @@ def run(
         progress = stack.enter_context(shown)
         for unused in config.rollout.speculation.unused:
             progress.note(f"The draft model {unused} is not used: no drafter in rollout.speculation.drafters names it.")
+        if config.distillation.refresh and not config.drafter_learns:
+            progress.note("Nothing is refreshed: nothing drafts with the first draft model, which alone learns.")
         config = _planned(config, members, collective, progress)
         actor = _build(_Job(config, folder, collective, members, head, progress, stack), layout)
         if resume is not None:
@@ -197,7 +200,7 @@ def _build(job: _Job, layout: Layout) -> SpecActor:
     with progress.phase("data", announce=True):
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
-        train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer))
+        train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer, progress.note))
     with progress.phase("warm-up", announce=True):
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
         config = with_draft_model(config, base, train_data, tokenizer, collective, progress)
@@ -270,9 +273,9 @@ def _planned(config: Config, members: Sequence[Member], collective: Collective, 
 
 
 def _distillation(job: _Job, trainer: PolicyTrainer, pool: EnginePool, drafters: DrafterPool) -> Distillation | None:
-    settings = DraftTrainingConfig.of(job.config.distillation)
-    if settings.refresh == 0:
+    if not job.config.drafter_learns:
         return None
+    settings = DraftTrainingConfig.of(job.config.distillation)
     in_engine = "model" in job.config.rollout.speculation.in_engines
     distillation = Distillation(
         job.config,
@@ -288,8 +291,10 @@ def _distillation(job: _Job, trainer: PolicyTrainer, pool: EnginePool, drafters:
     return distillation
 
 
-def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, dict[str, Dataset]]:
-    """Return what is learned from, and disjoint held-out sets."""
+def _problems(
+    config: Config, tokenizer: PreTrainedTokenizerBase, note: Callable[[str], None] = lambda text: None
+) -> tuple[Dataset, dict[str, Dataset]]:
+    """Return what is learned from, and disjoint held-out sets; `note` what is done in silence else."""
     room = longest_prompt(config, model_shape(config).max_position)
     data, count = config.data, config.eval.problems
     sets = [build_dataset(s, tokenizer, max_prompt_tokens=room) for s in (data.train_source, *data.mixed_sources)]
@@ -304,9 +309,21 @@ def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Datas
         )
     held_out: dict[str, Dataset] = {}
     for name, source in (data.eval_sources(count) if count else {}).items():
-        held_out[name] = Dataset(build_dataset(source, tokenizer, max_prompt_tokens=room)[:count])
-        sets = [part.without(held_out[name]) for part in sets]
+        whole = build_dataset(source, tokenizer, max_prompt_tokens=room)
+        held_out[name] = Dataset(whole[:count])
+        if len(whole) > count:
+            note(f"{source.path}: of {len(whole)} held-out problems the first {count} are evaluated (eval.problems).")
+        sets = [part.without(whole) for part in sets]  # also of those that are not evaluated none is learned from
+    if tokenizer.chat_template and any(_is_plain(part[0], tokenizer) for part in sets):
+        note("Prompts are taken as they are, without the model's chat template. Rows with messages go through it.")
     return Dataset.of(sets) if len(sets) > 1 else sets[0], held_out
+
+
+def _is_plain(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a prompt is a text that no chat template has made. The first token may be special in any text."""
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    made = "messages" in problem.metadata or bool(special & {*problem.prompt_ids[1:]})
+    return not (made or environment_of(problem.verifier))
 
 
 def _weights(trainer: PolicyTrainer, members: Sequence[Member]) -> RankShards:

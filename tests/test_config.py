@@ -13,7 +13,7 @@ from specactor.config.rollout import BY_ROWS, BY_SIZE, NOT_EXTRA, ONE_ATTENTION
 from specactor.config.train import gap_bound
 from specactor.errors import ConfigError
 from specactor.parallel.layout import longest_prompt
-from specactor.recipes import load
+from specactor.recipes import from_json, load, to_json
 
 SETTINGS = 95
 """Settings of a run, as `make measure` counts them."""
@@ -209,12 +209,6 @@ WRONG: list[tuple[str, str]] = [
         "devices to the first draft model alone.",
     ),
     (
-        "--rollout.speculation.mode coupled --rollout.speculation.drafters model:2 --rollout.speculation.draft-model "
-        "x y --distillation.refresh 0.03",
-        "distillation.refresh: got 0.03, expected 0 with rollout.speculation.mode coupled and drafters "
-        "('model:2',). Only the first draft model learns: name model or decoupled among rollout.speculation.drafters.",
-    ),
-    (
         "--parallel.drafters 2",
         "parallel.drafters: got 2, expected 0, since nothing is drafted in them. Set it together with mode decoupled, "
         "or decoupled among the drafters, of rollout.speculation.",
@@ -378,16 +372,6 @@ WRONG: list[tuple[str, str]] = [
         "weights_sync.bucket_bytes: got 10, expected >= 65536. Use at least 64 KiB.",
     ),
     (
-        "--distillation.refresh 0.03",
-        "distillation.refresh: got 0.03, expected 0 with rollout.speculation.mode off and drafters "
-        "('suffix',). Only the first draft model learns: name model or decoupled among rollout.speculation.drafters.",
-    ),
-    (
-        "--distillation.refresh 0.03 --rollout.speculation.mode coupled",
-        "distillation.refresh: got 0.03, expected 0 with rollout.speculation.mode coupled and drafters "
-        "('suffix',). Only the first draft model learns: name model or decoupled among rollout.speculation.drafters.",
-    ),
-    (
         "--distillation.refresh -1",
         "distillation.refresh: got -1.0, expected a share from 0 to 1, or more with max_updates. Use for example 0.03, "
         "or 0 for none.",
@@ -448,6 +432,25 @@ def test_a_wrong_setting_is_one_line(words: str, message: str) -> None:
         load(["quickstart_plain", *words.split()])
     assert str(caught.value) == message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "learns"),
+    [
+        ("qwen3_30b_a3b", "", True),
+        ("qwen3_30b_a3b_node", "--rollout.speculation.mode off", False),
+        ("qwen3_8b", "--rollout.speculation.drafters suffix", False),
+        ("qwen3_8b", "--rollout.speculation.drafters model:2 --rollout.speculation.draft-model x y", False),
+        ("qwen3_8b", "--rollout.speculation.mode decoupled --parallel.drafters 1", True),
+        ("qwen3_8b", "--distillation.refresh 0", False),
+        ("quickstart_plain", "--distillation.refresh 0.03", False),
+    ],
+)
+def test_what_drafts_no_more_is_not_refreshed_either(recipe: str, words: str, learns: bool) -> None:
+    """One setting turns speculation off, in a recipe that refreshes its draft model and in the replay of its run."""
+    config = load([recipe, *words.split()])
+    assert config.drafter_learns == learns
+    assert from_json(to_json(config)) == config
 
 
 def test_the_bound_of_the_agreement_follows_from_the_dtype() -> None:

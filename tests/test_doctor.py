@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from transformers import LlamaConfig
 
-from specactor.doctor import STACKS, Finding, _places, checkpoints, loopback, report, room, stack
+from specactor.doctor import STACKS, Finding, _places, checkpoints, host_memory, loopback, report, room, stack
 from specactor.doctor import _recipe as recipe_findings
 from specactor.planning.memory import checkpoint_bytes
 from specactor.recipes import load
@@ -231,6 +231,19 @@ def test_a_disk_is_compared_with_the_checkpoints_of_a_run() -> None:
     assert not enough.remedy
     assert checkpoints(load(["qwen3_8b", "--model.path", "none"]), 0) == []
     assert checkpoint_bytes(load(["quickstart_plain", "--model.path", "tiny:2"])) == 16 * 913_408
+
+
+def test_a_hosts_memory_is_compared_with_what_a_run_needs_there() -> None:
+    """A node with the optimizer on the host needs 582 GiB, and 941 at a checkpoint; one of eight hosts less."""
+    config = load(["qwen3_30b_a3b_node"])
+    [low], [enough] = (host_memory(config, 8, gib * 2**30) for gib in (800, 1000))
+    assert low.found == enough.found == "582 GiB needed, 941 at a checkpoint, by a host of 8 ranks in all"
+    assert "Slurm: --mem=0" in low.remedy
+    assert not low.fatal, "it is an estimate"
+    assert not enough.remedy
+    [of_eight] = host_memory(load(["qwen3_30b_a3b"]), 8, 600 * 2**30)
+    assert not of_eight.remedy
+    assert host_memory(load(["qwen3_8b", "--model.path", "none"]), 8, 0) == []
 
 
 def test_a_run_folder_that_cannot_be_written_to_is_fatal() -> None:

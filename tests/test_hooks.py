@@ -72,6 +72,7 @@ def _modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("modules")
     (folder / "mine.py").write_text(EXAMPLE.read_text().replace("examples.hooks", "mine"))
     (folder / "bad.py").write_text(BAD)
+    (folder / "forgets_an_import.py").write_text("def score(response: str, problem: Problem) -> float: ...")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         for name in ("mine", "bad"):  # of another file's tests
@@ -190,6 +191,7 @@ def test_a_recipe_takes_them_from_the_command_line() -> None:
 
 BAD_SETTINGS = {
     "--algorithm.advantage bad:nobody": "algorithm.advantage: got 'bad:nobody', expected the import path of a function",
+    "--algorithm.loss forgets_an_import:score": "algorithm.loss: got 'forgets_an_import:score', expected the import",
     "--algorithm.advantage bad:takes_two": "algorithm.advantage: got 'bad:takes_two', expected a function (rewards)",
     "--algorithm.loss bad:takes_two": "algorithm.loss: got 'bad:takes_two', expected a function (logprobs_T, old",
     "--algorithm.loss bad:not_a_function": "algorithm.loss: got 'bad:not_a_function', expected a function (logprobs_T",

@@ -307,6 +307,8 @@ def test_the_slurm_script_starts_every_node(tmp_path: Path) -> None:
     assert "--rdzv-endpoint node7:29542 --rdzv-conf read_timeout=60 --rdzv-id 1042" in done.stdout
     assert done.stdout.strip().endswith("qwen3_8b --resume auto")
     assert run_script("slurm.sh", tmp_path, "qwen3_8b").returncode != 0
+    asked = re.findall(r"^#SBATCH (--\S+)", (LAUNCH / "slurm.sh").read_text(), re.MULTILINE)
+    assert "--mem=0" in asked, "all of a node's, which --exclusive does not give"
 
 
 JOBSET = json.loads((Path(__file__).parent / "lib" / "jobset.schema.json").read_text())
@@ -357,6 +359,16 @@ def test_the_manifest_asks_for_the_devices_that_its_command_line_needs() -> None
     others = [argument for argument in arguments if not argument.startswith("--parallel.engines")]
     with pytest.raises(ConfigError, match=f"engines x engine_tensor <= {world} ranks"):
         check(load(others), world, SHAPES[config.name])
+
+
+def test_the_manifest_reads_and_writes_on_the_volume_alone() -> None:
+    """Paths of the recipe are relative, and an image has none of them."""
+    [job] = manifest()["spec"]["replicatedJobs"]
+    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
+    [volume] = [one["mountPath"] for one in container["volumeMounts"] if one["name"] == "shared"]
+    config = load(container["args"])
+    files = [config.model.path, *config.rollout.speculation.draft_model, config.data.train, *config.data.eval]
+    assert [file for file in (*files, config.output_dir) if not file.startswith(f"{volume}/")] == []
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,15 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from specactor import measurements
+from specactor.config import TrackingConfig
 from specactor.errors import AgreementError
-from specactor.metrics import METRICS, TAIL
+from specactor.metrics import METRICS, TAIL, Tracker
 from specactor.rollout.resume import OpenGroup
 from specactor.rollout.speculation.counters import Counts, added
 from specactor.types import (
@@ -154,10 +156,21 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one() -> None:
         "accuracy/eval": 0.125,
         "accuracy/eval/pass@2": 0.25,
         "accuracy/eval/pass@4": 0.5,
+        "score/eval": 0.125,
         "accuracy/hard": 0.25,
         "accuracy/hard/pass@2": 0.5,
         "accuracy/hard/pass@4": 1.0,
+        "score/hard": 0.25,
     }
+
+
+def test_the_scores_of_a_reward_model_have_a_mean(tmp_path: Path) -> None:
+    """None of them need ever be 1."""
+    groups = [group([Response(1)] * 2, s, s) for s in ((0.5, -1.0), (0.25, 0.75))]
+    found = measurements.of_evaluation({"eval": groups, "hard": groups[:1]})
+    assert (found["accuracy/eval"], found["score/eval"], found["score/hard"]) == (0.0, 0.125, -0.25)
+    with Tracker(tmp_path, {}, TrackingConfig(wandb="off")) as tracker:
+        tracker.log(0, found)  # known names
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+import specactor.metrics
 from specactor.config import TrackingConfig
 from specactor.errors import SpecActorError
 from specactor.metrics import DRAFTER, METRICS, Tracker, read_metrics, rss_bytes
@@ -129,6 +131,15 @@ def history(file: Path) -> list[dict[str, float]]:
     return rows
 
 
+def axes(file: Path) -> Iterator[tuple[str, str]]:
+    """Which metrics a .wandb file shows over which other one."""
+    from wandb.proto import wandb_internal_pb2
+
+    for data in records(file):
+        if (metric := wandb_internal_pb2.Record.FromString(data).metric).step_metric:
+            yield metric.glob_name or metric.name, metric.step_metric
+
+
 def test_wandb_offline_writes_a_run_and_a_resume_keeps_its_id(tmp_path: Path) -> None:
     code = """
         from pathlib import Path
@@ -147,9 +158,25 @@ def test_wandb_offline_writes_a_run_and_a_resume_keeps_its_id(tmp_path: Path) ->
     files = sorted(tmp_path.glob("run/wandb/offline-run-*/run-*.wandb"))
     assert len({file.name for file in files}) == 1
     assert (tmp_path / "run/wandb_id.txt").read_text().strip() in files[0].name
+    assert {axis for file in files for axis in axes(file)} == {("*", "step")}
     rows = [row for file in files for row in history(file)]
-    assert [(row["_step"], row["reward/mean"]) for row in rows] == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]
     assert not any(str(tmp_path) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
+
+
+def test_steps_that_run_again_after_a_resume_are_new_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that wandb has up to step 5, and whose last checkpoint is of step 2: it drops rows before its last."""
+    rows: list[tuple[int, object]] = []
+    server = SimpleNamespace(
+        starting_step=6,
+        log=lambda metrics, step: rows.append((step, metrics["step"])),
+        finish=lambda exit_code: None,
+    )
+    monkeypatch.setattr(specactor.metrics, "_start_wandb", lambda *_, **__: server)
+    with Tracker(tmp_path, {}, TrackingConfig(), resume_step=2) as tracker:
+        for step in (3, 4, 9, 10):
+            tracker.log(step, {"reward/mean": 0.5})
+    assert rows == [(6, 3), (7, 4), (9, 9), (10, 10)]
 
 
 def test_wandb_that_cannot_start_online_is_a_warning(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
 from specactor.data.verifiers import get_verifier
 from specactor.errors import DataError
 from specactor.recipes import load
-from specactor.rollout.speculation.drafter import Drafter, DraftSequence
+from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.run import _problems
 from specactor.types import Problem
 
@@ -27,7 +27,7 @@ README = (ROOT / "README.md").read_text()
 
 def test_its_reward_and_its_drafter_run() -> None:
     [code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    mine: dict[str, Any] = {"Drafter": Drafter, "Problem": Problem}
+    mine: dict[str, Any] = {}
     exec(code, mine)
     problem = Problem(index=0, prompt="37=", prompt_ids=(1,), answer="73", verifier="exact", metadata={})
     assert [mine["score"](text, problem) for text in ("73", "37")] == [1.0, 0.0]
@@ -40,8 +40,7 @@ def test_its_data_can_be_learned_from(tmp_path: Path, monkeypatch: pytest.Monkey
     """By its own recipe and settings, with its row and its reward."""
     [code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     [(row, words)] = re.findall(r"^# (\{.*\}) +(\w+ --data.*)$", code, re.MULTILINE)
-    typed = f"from {Problem.__module__} import Problem\n" + code.partition("\n\n\n# --rollout")[0]
-    (tmp_path / "mine.py").write_text(typed)
+    (tmp_path / "mine.py").write_text(code)
     monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another test
     (tmp_path / "problems.jsonl").write_text(row)
     (tmp_path / "held_out.jsonl").write_text(row.replace("37", "48"))

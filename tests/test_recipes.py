@@ -150,6 +150,12 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("kl_loss_coef", "algorithm.kl-coef"),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps", "train.warmup-steps"),
         ("tensor-model-parallel-size", "parallel.tensor"),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "eval.samples"),
+        ("rollout.val-kwargs.n", "eval.samples"),
+        ("actor_rollout_ref.actor.use_kl_loss", "algorithm.kl-coef"),
+        ("num_generations_per_prompt", "rollout.group-size"),
+        ("optimizer-cpu-offload", "train.optimizer-state"),
+        ("use-tis", "algorithm.correction.level"),
     ],
 )
 def test_names_of_other_systems_lead_to_ours(theirs: str, ours: str) -> None:
@@ -163,6 +169,13 @@ def test_names_of_other_systems_lead_to_ours(theirs: str, ours: str) -> None:
         ("actor_rollout_ref.actor.entropy_coeff", "There is no entropy bonus."),
         ("trainer.nnodes", "That is torchrun's --nnodes."),
         ("use-dynamic-bsz", "Sequences are packed: use --train.tokens-per-microbatch."),
+        (
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            "train.updates_per_step counts updates: rollout.prompts_per_step / ppo_mini_batch_size.",
+        ),
+        ("train-global-batch-size", "train.updates_per_step updates have a step's rollout.prompts_per_step groups."),
+        ("wandb-project", "Set WANDB_PROJECT."),
+        ("apply-chat-template", "Messages go through the model's chat template, a prompt is taken as it is."),
     ],
 )
 def test_names_that_nothing_stands_for_say_what_is_there(theirs: str, told: str) -> None:

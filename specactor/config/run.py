@@ -136,7 +136,7 @@ class EvalConfig:
     """Accuracy on held-out problems, before and after RL."""
 
     problems: int = 256
-    """Held-out problems per evaluation, of each set; 0: no evaluation."""
+    """Held-out problems per evaluation, of each set; of a file the first. 0: no evaluation."""
     samples: int = 1
     """Responses per problem; 1: one, greedily; more: sampled as in training, for avg@k and pass@k."""
     every: int = 0
@@ -206,6 +206,13 @@ class Config:
     def lends_devices(self) -> bool:
         """Return whether drafters sleep on engines' devices, and have none of their own."""
         return self.rollout.speculation.is_decoupled and self.parallel.drafters == 0
+
+    @property
+    def drafter_learns(self) -> bool:
+        """Return whether refreshes are set, and something drafts with the first draft model, which alone learns."""
+        drafting = self.rollout.speculation
+        learning = {"model", "decoupled"} & {*drafting.draft_methods}
+        return self.distillation.refresh > 0 and drafting.mode != "off" and bool(learning)
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -302,7 +309,7 @@ class Config:
             ">= 1, since decoupled is among the drafters",
             "With parallel.engines >= 2 it may be 0: then an engine that has run dry lends its device.",
         )
-        refresh, drafting = self.distillation.refresh, self.rollout.speculation
+        drafting = self.rollout.speculation
         kinds = drafting.in_processes
         rule(
             "parallel.drafters",
@@ -315,12 +322,6 @@ class Config:
             drafting.first_draft_model not in MADE_BY_WARM_UP or bool(self.warmup.solver),
             "a folder where warmup.solver is empty",
             "Make a draft model with specactor drafter init, or set warmup.solver.",
-        )
-        rule(
-            "distillation.refresh",
-            refresh == 0 or (drafting.mode != "off" and bool({"model", "decoupled"} & {*drafting.draft_methods})),
-            f"0 with rollout.speculation.mode {drafting.mode} and drafters {drafting.draft_methods}",
-            "Only the first draft model learns: name model or decoupled among rollout.speculation.drafters.",
         )
 
     def _check_sizes(self) -> None:

@@ -69,7 +69,7 @@ class Dataset(Sequence[Problem]):
         if not kept:
             raise DataError(
                 f"data.train: all {len(self)} prompts are among the {len(held_out)} of data.eval, expected others. "
-                "Evaluate on fewer problems, or draw from a larger task."
+                "Give other rows; of a task, evaluate on fewer problems, or draw from a larger one."
             )
         return Dataset(replace(problem, index=index) for index, problem in enumerate(kept))
 

@@ -100,7 +100,7 @@ def find(name: str) -> object:
         raise DataError(f"got {name!r}, expected an import path. Write {own}, with its folder on PYTHONPATH.")
     try:
         found: object = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
+    except Exception as error:  # code of others, which may raise anything
         raise DataError(
             f"got {name!r}, expected the import path of a function. Put its folder on PYTHONPATH. "
             f"It failed with: {error}."

@@ -266,7 +266,7 @@ def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
 
 def _learns(config: Config, policy: TransformerShape) -> TransformerShape | None:
     name = config.rollout.speculation.first_draft_model
-    return _draft(policy, name) if name and config.distillation.refresh else None
+    return _draft(policy, name) if name and config.drafter_learns else None
 
 
 def _draft(policy: TransformerShape, name: str) -> TransformerShape:

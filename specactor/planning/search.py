@@ -254,7 +254,7 @@ def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config,
     text = f"plan: {_described(first)}; for the last request {_described(last)}"
     modes = {first.mode, last.mode}
     others = tuple(name for name in speculation.drafters if name != METHOD)
-    if config.distillation.refresh:
+    if config.drafter_learns:
         return config, text  # the draft model learns, and what it will be worth is not known yet
     if modes == {"off"}:
         speculation = replace(speculation, mode="off")

@@ -22,7 +22,7 @@ from specactor.parallel import meeting
 from specactor.parallel.collective import Collective
 from specactor.parallel.devices import gpus, numbers
 from specactor.parallel.failure import Member, View
-from specactor.parallel.layout import ModelShape, engine_owner
+from specactor.parallel.layout import ModelShape, engine_owner, longest_text
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import Address, DrafterAccess, local_endpoint, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
@@ -163,7 +163,8 @@ def draft_shape(folder: str) -> ModelShape:
 
 
 def check_in_engines(config: Config, policy: ModelShape) -> None:
-    """Raise ConfigError for draft models that this policy's engines, or drafter processes, cannot run."""
+    """Raise ConfigError, of a head's files EngineError, for draft models that this policy's engines, or drafter
+    processes, cannot run."""
     speculation = config.rollout.speculation
     if speculation.uses_mtp and not policy.has_mtp:
         raise ConfigError.at(
@@ -176,17 +177,23 @@ def check_in_engines(config: Config, policy: ModelShape) -> None:
     models = [*speculation.in_engines.values()]
     shapes = {folder: draft_shape(folder) for folder in models if folder not in MADE_BY_WARM_UP}  # which fit
     for folder, draft in shapes.items():
-        for name, own, needed in (
-            ("positions", draft.max_position, policy.max_position),
-            ("tokens in its vocabulary", draft.vocab_size, policy.vocab_size),
+        longest = longest_text(config, policy.max_position)  # for which its engine makes room
+        for name, own, needed, whose in (
+            ("positions", draft.max_position, longest, "as many as the run's longest text has tokens: "),
+            ("tokens in its vocabulary", draft.vocab_size, policy.vocab_size, "at least the policy's "),
         ):
             if own < needed:
                 raise ConfigError.at(
                     "rollout.speculation.draft_model",
                     f"{own} {name} ({folder})",
-                    f"at least the policy's {needed}",
+                    f"{whose}{needed}",
                     "Make one with specactor drafter init.",
                 )
+        if draft.is_head:
+            from specactor.rollout.sglang.head_runner import refuse_unfit  # which others need not import
+
+            cached = config.rollout.engine.extra_args.get("enable_hierarchical_cache", False)
+            refuse_unfit(Path(folder), hierarchical_cache=bool(cached))
     heads = [folder for folder in models if folder == WARM_UP_HEAD or (folder in shapes and shapes[folder].is_head)]
     if len(heads) > 1:
         raise ConfigError.at(

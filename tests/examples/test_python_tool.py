@@ -68,6 +68,22 @@ def test_there_is_no_network_and_no_file_to_write(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text() == ""
 
 
+def test_where_code_cannot_be_kept_in_bounds_no_conversation_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a step would learn from those responses alone that call no tool."""
+    problem = Problem(index=0, prompt="6 * 7?", prompt_ids=(1,), answer="42", verifier="", metadata={})
+    refused = python_tool.CHILD.replace("if libc.unshare(", "if 1 or libc.unshare(")
+    assert refused != python_tool.CHILD
+    monkeypatch.setattr(PythonTool, "has_bounds", False, raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(python_tool, "CHILD", refused)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no user namespaces"):
+                asyncio.run(PythonTool().start(problem))
+    asyncio.run(PythonTool().start(problem))
+    monkeypatch.setattr(python_tool, "CHILD", refused)
+    asyncio.run(PythonTool().start(problem))  # once in a process
+
+
 def test_code_is_run_and_an_answer_is_scored() -> None:
     problem = Problem(index=0, prompt="6 * 7?", prompt_ids=(1,), answer="42", verifier="", metadata={})
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from specactor.config import Config, EngineConfig, ParallelConfig, SpeculationConfig
-from specactor.errors import ConfigError
+from specactor.errors import ConfigError, EngineError
 from specactor.parallel.failure import Member, View
 from specactor.parallel.layout import ModelShape, place_engine
 from specactor.recipes import load
@@ -40,7 +42,12 @@ def config(folder: Path, *, drafters: int = 3, **fields: object) -> Config:
     return replace(
         base,
         parallel=ParallelConfig(drafters=drafters),
-        rollout=replace(base.rollout, speculation=speculation, engine=EngineConfig(max_running_requests=10)),
+        rollout=replace(
+            base.rollout,
+            max_new_tokens=8,
+            speculation=speculation,
+            engine=EngineConfig(max_running_requests=10),
+        ),
     )
 
 
@@ -117,7 +124,11 @@ def test_at_most_one_head(tmp_path: Path) -> None:
     check_in_engines(made, policy)
     for folder in folders:
         file = folder / "config.json"
-        file.write_text(file.read_text().replace("{", '{"architectures": ["LlamaForCausalLMEagle3"], ', 1))
+        head = '{"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 9, '
+        file.write_text(file.read_text().replace("{", head, 1))
+        with pytest.raises(EngineError, match=rf"got an EAGLE-3 head \({folder}\) and no \*.safetensors, expected"):
+            check_in_engines(made, policy)  # as an engine would say after it has begun to load the policy
+        save_file({"fc.weight": torch.zeros(1)}, folder / "model.safetensors")
         if folder == folders[0]:
             check_in_engines(made, policy)
     with pytest.raises(
@@ -326,7 +337,7 @@ def test_a_draft_model_of_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_position": 51}, r"got '50 positions .*, expected at least the policy's 51"),
+        ({"max_position": 51}, r"got '50 positions .*, expected as many as the run's longest text has tokens: 51"),
         ({"vocab_size": 10}, r"got '9 tokens in its vocabulary .*, expected at least the policy's 10"),
     ],
 )
@@ -339,3 +350,15 @@ def test_a_draft_model_that_is_too_small_for_the_policy(tmp_path: Path, changes:
     with pytest.raises(ConfigError, match=message):
         check_in_engines(here, replace(policy, **changes))
     check_in_engines(made, replace(policy, **changes))  # its own processes draft for requests that fit it
+
+
+def test_a_draft_model_needs_the_positions_of_the_runs_texts_alone(tmp_path: Path) -> None:
+    """Heads say 2,048 and Qwen3-0.6B 40,960 beside policies of 262,144: engines have room for a run's longest text."""
+    made = config(tmp_path)
+    within = replace(made.rollout.speculation, mode="coupled", drafters=("model",))
+    made = replace(made, parallel=ParallelConfig(), rollout=replace(made.rollout, speculation=within))
+    policy = replace(ModelShape.read(tmp_path), max_position=262_144)
+    fits, too_long = (replace(made, train=replace(made.train, tokens_per_microbatch=tokens)) for tokens in (49, 50))
+    check_in_engines(fits, policy)
+    with pytest.raises(ConfigError, match=r"got '50 positions .*, expected as many as .* tokens: 51"):
+        check_in_engines(too_long, policy)

@@ -69,7 +69,7 @@ def _find(name: str) -> Callable[[], Drafter]:
     try:
         found: Callable[[], Drafter] = getattr(importlib.import_module(module), attribute)
         inspect.signature(found).bind()
-    except (ModuleNotFoundError, AttributeError, TypeError, SyntaxError, ValueError) as error:
+    except (ModuleNotFoundError, AttributeError, NameError, TypeError, SyntaxError, ValueError) as error:
         path = "the import path of a Drafter, package.module:Class"
         remedy = f"Put its folder on PYTHONPATH. It failed with: {error}."
         raise ConfigError.at("rollout.speculation.drafters", name, path, remedy) from error

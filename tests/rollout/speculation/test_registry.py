@@ -33,6 +33,7 @@ def made(): return Repeat()
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module with drafters of a user's."""
     (tmp_path / "my_drafters.py").write_text(CODE)
+    (tmp_path / "forgets_an_import.py").write_text("class Repeat(Drafter): pass")
     (tmp_path / "only_in_an_engine.py").write_text("raise RuntimeError('no scheduler here')")
     monkeypatch.syspath_prepend(tmp_path)
     return "my_drafters"
@@ -52,6 +53,7 @@ def with_drafters(*names: str, **fields: object) -> Config:
         ("no_such_module:Repeat", "No module named 'no_such_module'"),
         ("my_drafters:Repeet", "has no attribute 'Repeet'"),
         ("my_drafters:Wants", "missing a required argument: 'needed'"),
+        ("forgets_an_import:Repeat", "name 'Drafter' is not defined"),
         ("my_drafters:Other", "expected a subclass of specactor.rollout.speculation.drafter.Drafter"),
     ],
 )
