@@ -33,7 +33,7 @@ setup(
         "xxhash>=3.5",
     ],
     extras_require={
-        "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
+        "gpu": ["transformer-engine[core_cu13]>=2.9,<2.12"],  # its part for PyTorch is compiled: requirements/gpu.txt
         "deepspeed": ["deepspeed==0.19.8"],
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy"],
     },

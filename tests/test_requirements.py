@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from packaging.requirements import Requirement
 
 from specactor.parallel.devices import PROBES
 
-GPU = Path(__file__).parents[1] / "requirements/gpu.txt"
+ROOT = Path(__file__).parents[1]
+GPU = ROOT / "requirements/gpu.txt"
 OURS = {need.name: need for need in map(Requirement, (x for x in GPU.read_text().splitlines() if x[0] != "#"))}
 
 
@@ -43,7 +45,17 @@ def test_gpu_pins_agree_with_what_the_engines_declare(package: str) -> None:
 
 def test_gpus_get_what_sglang_and_megatron_name_for_them() -> None:
     assert {"torch", "sglang-kernel", "transformer-engine", "torch-memory-saver"} <= set(OURS)
-    assert "core_cu13" in OURS["transformer-engine"].extras
+    assert OURS["transformer-engine"].extras == {"core_cu13"}, "pip would compile others before there is a torch"
+    [extra] = re.findall(r'"gpu": \["(.*)"\]', (ROOT / "setup.py").read_text())
+    assert Requirement(extra) == OURS["transformer-engine"]
+
+
+def test_what_is_compiled_afterwards_is_of_the_pinned_version() -> None:
+    """As the page, the pins and the doctor have it."""
+    files = ("docs/gpu.md", "requirements/gpu.txt", "specactor/doctor.py")
+    [command] = {found for x in files for found in re.findall(r"--no-build-isolation '(.*)'", (ROOT / x).read_text())}
+    need, pinned = Requirement(command), OURS["transformer-engine"]
+    assert (need.specifier, need.extras) == (pinned.specifier, pinned.extras | {"pytorch"})
 
 
 def test_the_doctor_looks_for_the_kernels_that_sglang_names() -> None:

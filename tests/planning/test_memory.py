@@ -166,6 +166,9 @@ def test_a_host_has_the_policy_once_for_its_engines(devices: int) -> None:
 
 def test_the_page_says_what_is_predicted() -> None:
     said = (ROOT / "docs" / "gpu.md").read_text().partition("## Predicted peaks")[2].partition("\n## ")[0]
+    hosts = re.findall(r"([\d,]+) GB of memory, ([\d,]+) at a checkpoint;.* 64 devices (\d+) and (\d+)\.", said)
+    of = [host_memory_of(load([name]), n, 8) for name, n in (("qwen3_30b_a3b_node", 8), ("qwen3_30b_a3b", 64))]
+    assert hosts == [tuple(f"{memory.of(phase) / 1e9:,.0f}" for memory in of for phase in ("rollout", "train"))]
     rows = re.findall(r"\| (qwen\w+)([^|]*) \| (\d+) \| ([\d.]+) \| ([\d.]+)(, refused)? \| ([\d.]+) \|", said)
     assert len(rows) == 5
     for name, settings, devices, rollout, train, refused, sync in rows:
