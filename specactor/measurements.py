@@ -28,15 +28,15 @@ def accuracy(scores: Sequence[float]) -> float:
 
 
 def of_evaluation(sets: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, float]:
-    """Return each held-out set's mean score, avg@n and pass@k, k = 2, 4, .. and n."""
+    """Return each held-out set's mean score, avg@n and pass@k, k = 2, 4, .. and n, of responses that have a score."""
     found: dict[str, float] = {}
     for name, groups in sets.items():
-        key = f"accuracy/{name}"
-        found[key] = accuracy([score for group in groups for score in group.scores])
-        found[f"score/{name}"] = fmean(score for group in groups for score in group.scores)
-        samples = len(groups[0].scores)
+        key, scores = f"accuracy/{name}", [score for group in groups for score in group.scores]
+        samples = max(len(group.scores) for group in groups)
+        if scores:
+            found |= {key: accuracy(scores), f"score/{name}": fmean(scores)}
         for k in (*(2**i for i in range(1, (samples - 1).bit_length())), *([samples] if samples > 1 else [])):
-            found[f"{key}/pass@{k}"] = fmean(pass_at(k, group.scores) for group in groups)
+            found[f"{key}/pass@{k}"] = fmean(pass_at(k, of.scores) for of in groups if len(of.scores) >= k)
     return found
 
 

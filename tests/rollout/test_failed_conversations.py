@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from specactor.config import AlgorithmConfig, RolloutConfig
+from specactor import measurements
+from specactor.config import AlgorithmConfig, EvalConfig, RolloutConfig
 from specactor.errors import DataError
 from specactor.rollout.collector import RolloutCollector
 from specactor.types import Problem, Trajectory
@@ -43,7 +45,9 @@ class Collector(RolloutCollector):
     def __init__(self) -> None:
         self.notes: list[str] = []
         rollout = RolloutConfig(prompts_per_step=3, group_size=4, max_new_tokens=8)
-        self.config = cast("Any", SimpleNamespace(rollout=rollout, algorithm=AlgorithmConfig()))
+        self.config = cast(
+            "Any", SimpleNamespace(rollout=rollout, algorithm=AlgorithmConfig(), eval=EvalConfig(samples=4), seed=0)
+        )
         self.progress = cast("Any", SimpleNamespace(note=self.notes.append, phase=lambda name: nullcontext()))
         self.collective = cast(
             "Any",
@@ -81,3 +85,24 @@ def test_a_step_without_groups_ends_the_run_in_one_line(monkeypatch: pytest.Monk
         "environments and verifiers: 10 responses of a step failed, and no group is left to learn from; the first: "
         "mine: step: no answer in time. Correct what failed, or raise rollout.environment_timeout_s."
     )
+
+
+def test_a_response_whose_verifier_failed_does_not_count_in_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each evaluation says so. A conversation that failed scores 0."""
+    collector, judge = Collector(), "ClientConnectorError: verifier http://judge: problem 0: nobody is there"
+    given = [
+        replace(t, reward=None if i < 6 else 1.0, failure=judge if i < 5 else t.failure)
+        for i, t in enumerate(responses({5}))
+    ]
+    monkeypatch.setattr(collector, "_generate_all", lambda *args, **kwargs: given)
+    for _ in range(2):
+        groups = collector._evaluated(PROBLEMS)
+        assert [group.scores for group in groups] == [(), (0.0, 1.0, 1.0), (1.0,) * 4]
+        assert [len(group.trajectories) for group in groups] == [0, 3, 4]
+        found = measurements.of_evaluation({"eval": groups})
+        assert (found["accuracy/eval"], found["score/eval"]) == (6 / 7, 6 / 7)
+        assert (found["accuracy/eval/pass@2"], found["accuracy/eval/pass@4"]) == (1.0, 1.0)
+    told = f"held-out problems: 5 of 12 responses have no score and do not count; the first: {judge}"
+    assert [note for note in collector.notes if note.startswith("held-out")] == [told, told]
+    collector._generate_all = lambda *args, **kwargs: [replace(t, failure=judge) for t in given]  # type: ignore[method-assign]
+    assert measurements.of_evaluation({"eval": collector._evaluated(PROBLEMS)}) == {}
