@@ -6,7 +6,6 @@ All ranks execute the same lines; what one does alone stands in `Collective.toge
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -250,11 +249,9 @@ class RolloutCollector:
         problems = self.train_data.drawn(self.prompts.take(num_fresh))
         requests = group_requests(problems, config=rollout, run_seed=self.config.seed, step=step)
         groups = resume.opened(self.open_groups, [problem.index for problem in problems], requests)
-        own = {engine.index for engine in self.pool.engines}
-        share = resume.share(groups, want, engines=self.config.parallel.engines, own=own)
         pending = [r for group in groups for r in group.pending]
         of_pending = [self.train_data[group.problem] for group in groups for _ in group.pending]
-        finished, stopped = self._generate(pending, of_pending, enough=share)
+        finished, stopped = self._generate(pending, of_pending, enough=want - sum(group.complete for group in groups))
         groups, self.left = resume.settled([group.after(finished, stopped) for group in groups], want)
         self.open_groups = self._everywhere(self.left) if rollout.partial else []
         of_groups = [self.train_data[group.problem] for group in groups]
@@ -283,7 +280,7 @@ class RolloutCollector:
         phases: tuple[str, str] = PHASES,
     ) -> tuple[dict[str, Trajectory], dict[str, RolloutRequest]]:
         """Return finished responses and stopped requests on every rank; tokens stay on one (`specactor.samples`). Stop
-        at `enough` complete groups of this rank."""
+        at `enough` groups that all ranks together complete."""
         of = {request.request_id: problem for request, problem in zip(requests, problems, strict=True)}
         self._num_rollouts += 1
         waiting = self._held_back(requests if enough is None else [])
@@ -317,6 +314,7 @@ class RolloutCollector:
         _check_ends(responses.values())
         if enough is None:
             return responses, {}
+        self.collective.store.delete_key(f"complete/{self._num_rollouts}")  # no rank reads it any more
         return responses, {r.request_id: r for r in chain(*self.collective.gather(stopped, list[RolloutRequest]))}
 
     def _held_back(self, requests: Sequence[RolloutRequest]) -> Waiting:
@@ -336,13 +334,16 @@ class RolloutCollector:
     ) -> tuple[list[Trajectory], list[RolloutRequest]]:
         finished: list[Trajectory] = []
         stopped: list[RolloutRequest] = []
-        missing = Counter(request.group_id for request in pending)
+
+        def is_enough(more: int) -> bool:
+            return enough is not None and self.collective.store.add(f"complete/{self._num_rollouts}", more) >= enough
+
         while True:
             generate = partial(
                 self.pool.generate,
                 pending,
                 on_finished=hear,
-                enough_groups=None if enough is None else enough - sum(count == 0 for count in missing.values()),
+                is_enough=None if enough is None else is_enough,
                 conversations=conversations if conversations or refill or waiting.lists else None,
                 refill=refill,
                 waiting=waiting,
@@ -350,7 +351,6 @@ class RolloutCollector:
             outcome = self.collective.together("rollout", partial(self._leaving, generate, refill))
             finished += outcome.finished
             stopped += outcome.stopped
-            missing.subtract(trajectory.group_id for trajectory in outcome.finished)
             self._drafters_woken += outcome.drafters_woken
             pending = [*outcome.unfinished, *waiting.left()]
             if refill is not None:
