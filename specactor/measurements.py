@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from specactor.errors import AgreementError
 from specactor.metrics import SPECULATION
-from specactor.rollout.resume import num_begun
 from specactor.rollout.speculation.counters import Counts, Figures
 from specactor.trainer.advantages import informative
 from specactor.types import ScoredGroup, TrainSequence, Trajectory
@@ -125,7 +124,11 @@ def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
 
 
 def of_tail(
-    woken: int | None, moved: int | None, left: Sequence[OpenGroup] | None, batch: Sequence[TrainSequence]
+    woken: int | None,
+    moved: int | None,
+    left: Sequence[OpenGroup] | None,
+    open_tokens: int,
+    batch: Sequence[TrainSequence],
 ) -> dict[str, float]:
     """Return what was done with a step's last requests and incomplete groups.
 
@@ -133,16 +136,16 @@ def of_tail(
         woken: None: no drafter can be woken.
         moved: groups; None: there is one engine.
         left: None: the step waits for all groups.
+        open_tokens: begun of their responses that had not finished.
     """
     found: dict[str, float] = {} if moved is None else {"tail/groups_moved": moved}
     if woken is not None:
         found["tail/drafters_woken"] = woken
     if left is not None:
-        begun = [request for group in left for request in group.pending]
         found |= {
             "tail/open_groups": len(left),
-            "tail/open_requests": len(begun),
-            "tail/open_tokens": sum(map(num_begun, begun)),
+            "tail/open_requests": sum(len(group.pending) for group in left),
+            "tail/open_tokens": open_tokens,
             "tail/stale_tokens": sum(sequence.num_stale for sequence in batch),
         }
     return found

@@ -361,7 +361,7 @@ def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
 
 def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None:
     config, progress = actor.config, actor.progress
-    actor.recorder.started(actor.steps_done, actor.rollouts.state())
+    actor.recorder.started(actor.steps_done, actor.rollouts.digest)
     replay = actor.collective.together("replay", folder.read_replay)
     if replay is not None:
         _replay(actor, replay, tracker)

@@ -240,12 +240,12 @@ def test_what_was_done_with_the_last_requests() -> None:
         TrainSequence(token_ids=(1,) * 4, prompt_len=1, num_stale=2),
         TrainSequence(token_ids=(1, 2), prompt_len=1),
     ]
-    seen = measurements.of_tail(5, 6, left, batch)
+    seen = measurements.of_tail(5, 6, left, 3, batch)
     assert {name.removeprefix("tail/") for name in seen} == set(TAIL)
     assert (seen["tail/drafters_woken"], seen["tail/groups_moved"]) == (5, 6)
     assert (seen["tail/open_groups"], seen["tail/open_requests"], seen["tail/open_tokens"]) == (1, 2, 3)
     assert seen["tail/stale_tokens"] == 2
-    assert measurements.of_tail(None, None, None, batch) == {}
+    assert measurements.of_tail(None, None, None, 0, batch) == {}
 
 
 def test_nearly_full_marks_count_as_correct_and_parts_do_not() -> None:

@@ -208,6 +208,11 @@ def settled(groups: Sequence[OpenGroup], want: int) -> tuple[list[OpenGroup], li
     return [groups[i] for i in kept], [group for i, group in enumerate(groups) if i not in set(kept)]
 
 
+def encoded(part: object) -> bytes:
+    """Return bytes for a digest of a group's part, without making lists of arrays."""
+    return msgspec.msgpack.encode(part, enc_hook=memoryview, order="deterministic")
+
+
 def state(groups: Sequence[OpenGroup]) -> object:
     return msgspec.to_builtins(list(groups), enc_hook=list)  # arrays
 

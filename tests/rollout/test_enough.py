@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from specactor import samples
 from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
 from specactor.rollout import resume
 from specactor.rollout.child_process import ChildDied
 from specactor.rollout.collector import RolloutCollector
 from specactor.rollout.grading import Grading
+from specactor.rollout.resume import OpenGroup
 from specactor.types import RolloutRequest, ScoredGroup
 from tests.rollout.test_refill import Ready, collector
 
@@ -139,3 +142,74 @@ def test_what_was_complete_before_an_engine_died_counts(tmp_path: Path, grading:
     assert len(set(kept[0])) == 2 * WANT
     assert [len(rank.left) for rank in own] == [1, 1]
     assert meeting.store.num_keys() == 0
+
+
+def open_requests(value: Any) -> list[RolloutRequest]:
+    return [one for one in value if isinstance(one, RolloutRequest)] if isinstance(value, list) else []
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_requests_that_were_stopped_travel_where_they_go_on(partial: bool, tmp_path: Path, grading: Grading) -> None:
+    """Else all know their length alone."""
+    own, _, meeting = ranks([Uneven(index=0), Uneven(index=1)], tmp_path, grading, partial=partial)
+    assert [r.request_id for value in meeting.told for r in open_requests(value)] == [STUCK] * partial
+    assert [rank.open_tokens for rank in own] == [2, 2]
+    assert [len(rank.open_groups) for rank in own] == [partial] * WORLD
+
+
+def test_a_digest_tells_open_groups_apart_without_lists_of_them(
+    tmp_path: Path, grading: Grading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same whichever rank has the responses, as after a resume."""
+
+    def never(groups: object) -> object:
+        raise AssertionError
+
+    monkeypatch.setattr(resume, "state", never)
+    own, _, _ = ranks([Uneven(index=0), Uneven(index=1)], tmp_path, grading, partial=True)
+    [theirs], [group] = own[0].open_groups, own[1].open_groups
+    assert [samples.is_here(t) for g in (theirs, group) for t in g.finished.values()] == [False, True]
+    with ThreadPoolExecutor(WORLD) as threads:
+        together = list(threads.map(RolloutCollector.digest, own))
+    assert together[1] == 0
+    alone = collector([Ready()], own[0].tokenizer, grading, algorithm__dynamic_sampling="off")
+    alone.prompts.restore(own[0].prompts.state())
+
+    def digest_of(open_groups: list[OpenGroup]) -> int:
+        alone.open_groups = open_groups
+        return alone.digest()
+
+    assert digest_of([group]) == together[0]
+    [(name, finished)], [request] = group.finished.items(), group.pending
+    assert request.begun is not None
+    others = [
+        [],
+        [replace(group, problem=99)],
+        [replace(group, finished={})],
+        [replace(group, finished={name: replace(finished, logprobs=array("f", [-2.0] * len(finished.logprobs)))})],
+        [replace(group, finished={name: replace(finished, token_ids=array("H", [8] * len(finished.token_ids)))})],
+        [replace(group, finished={name: replace(finished, routed_experts=array("B", [1]))})],
+        [group.after({}, {STUCK: replace(request, begun=replace(request.begun, token_ids=(7, 8)))})],
+        [group.after({}, {STUCK: replace(request, begun=None)})],
+    ]
+    found = [digest_of(groups) for groups in ([group], *others)]
+    assert len(set(found)) == len(found)
+
+
+def test_rank_0_alone_makes_the_lists_of_a_checkpoint(tmp_path: Path, grading: Grading) -> None:
+    make_char_tokenizer(tmp_path)
+    alone = collector(
+        [Uneven()],
+        load_tokenizer(tmp_path),
+        grading,
+        algorithm__dynamic_sampling="off",
+        algorithm__correction__level="token",
+        rollout__prompts_per_step=str(WANT),
+        rollout__oversample="1.25",
+        rollout__partial="True",
+    )
+    alone.collect(0)
+    kept = cast("list[Any]", alone.state()["open_groups"])
+    assert [list(group["finished"]) for group in kept] == [["0.3.0"]]
+    alone.collective.rank = 1
+    assert alone.state()["open_groups"] == []
