@@ -104,9 +104,10 @@ def of_environments(groups: Sequence[ScoredGroup], num_failed: int) -> dict[str,
     talks = [t for g in groups for t in g.trajectories if t.environment_s]
     if not talks and not num_failed:
         return {}
+    turns = [t.num_turns for t in talks]
     return {
-        "environment/turns_mean": fmean(t.num_turns for t in talks) if talks else 0.0,
-        "environment/observations": sum(t.num_turns - 1 - len(t.branches) for t in talks),
+        "environment/turns_mean": fmean(turns) if talks else 0.0,
+        "environment/observations": sum(turns) - sum(1 + len(t.branches) for t in talks),
         "environment/observation_tokens": sum(b.loss_mask.count(False) for t in talks for b in (t, *t.branches)),
         "environment/failed": num_failed,
         "time/environment_s": sum(t.environment_s for t in talks),

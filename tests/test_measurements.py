@@ -11,6 +11,8 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specactor import measurements
 from specactor.errors import AgreementError
@@ -142,6 +144,27 @@ def test_what_environments_did_by_hand() -> None:
     }
     assert set(seen) <= set(METRICS)
     assert measurements.of_environments([group([Response(1)], (1.0,), (1.0,))], 0) == {}
+
+
+@given(st.lists(st.booleans(), max_size=20), st.lists(st.booleans(), max_size=5))
+def test_a_turn_is_a_stretch_of_what_was_sampled(mask: list[bool], other: list[bool]) -> None:
+    def turns(of: list[bool]) -> int:
+        return sum(sampled for sampled, _ in itertools.groupby(of or [True]))
+
+    response = group([Response(1)], (1.0,), (1.0,)).trajectories[0]
+    branch = replace(response, loss_mask=tuple(other))
+    assert replace(response, loss_mask=tuple(mask), branches=(branch,)).num_turns == turns(mask) + turns(other)
+
+
+def test_turns_are_counted_once_for_all_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank for all ranks' responses."""
+    counted: list[int] = []
+    monkeypatch.setattr(Trajectory, "num_turns", property(lambda response: counted.append(1) or 2))
+    [response] = group([Response(1)], (1.0,), (1.0,)).trajectories
+    talked = replace(response, environment_s=1.0)
+    groups = [ScoredGroup(problem=PROBLEM, trajectories=(talked,), scores=(1.0,), rewards=(1.0,))]
+    assert measurements.of_environments(groups, 0)["environment/observations"] == 1
+    assert len(counted) == 1
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one() -> None:
