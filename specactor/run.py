@@ -200,7 +200,7 @@ def _build(job: _Job, layout: Layout) -> SpecActor:
     with progress.phase("data", announce=True):
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
-        train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer))
+        train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer, progress.note))
     with progress.phase("warm-up", announce=True):
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
         config = with_draft_model(config, base, train_data, tokenizer, collective, progress)
@@ -293,8 +293,10 @@ def _distillation(job: _Job, trainer: PolicyTrainer, pool: EnginePool, drafters:
     return distillation
 
 
-def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, dict[str, Dataset]]:
-    """Return what is learned from, and disjoint held-out sets."""
+def _problems(
+    config: Config, tokenizer: PreTrainedTokenizerBase, note: Callable[[str], object] = lambda text: None
+) -> tuple[Dataset, dict[str, Dataset]]:
+    """Return what is learned from, and disjoint held-out sets; `note` is told what is left out."""
     room = longest_prompt(config, model_shape(config).max_position)
     data, count = config.data, config.eval.problems
     sets = [build_dataset(s, tokenizer, max_prompt_tokens=room) for s in (data.train_source, *data.mixed_sources)]
@@ -310,7 +312,9 @@ def _problems(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Datas
     held_out: dict[str, Dataset] = {}
     for name, source in (data.eval_sources(count) if count else {}).items():
         held_out[name] = Dataset(build_dataset(source, tokenizer, max_prompt_tokens=room)[:count])
-        sets = [part.without(held_out[name]) for part in sets]
+        before, sets = sum(map(len, sets)), [part.without(held_out[name]) for part in sets]
+        if left_out := before - sum(map(len, sets)):
+            note(f"{left_out} of {before} problems to learn from are among those of {name}, and are left out.")
     return Dataset.of(sets) if len(sets) > 1 else sets[0], held_out
 
 
