@@ -172,7 +172,8 @@ def _status_writer(folder: RunFolder, steps: int, members: Sequence[Member]) -> 
     ranks = tuple(member.pid for member in members)
 
     def write(phase: str, step: int) -> None:
-        folder.write_status(Status(phase=phase, step=step, steps=steps, rank_pids=ranks))
+        with suppress(OSError):  # of a shared disk that fails for a moment; the next phase writes it again
+            folder.write_status(Status(phase=phase, step=step, steps=steps, rank_pids=ranks))
 
     return write
 
