@@ -73,7 +73,7 @@ class SpecActor:
             self.devices.to_trainer(self.trainer)
             trained = self.train(batch)
         with self.progress.phase("record"):
-            data, suspect = self.rollouts.state(), self.audit.is_suspect(audited, trained)
+            data, suspect = self.rollouts.digest, self.audit.is_suspect(audited, trained)
             self.recorder.stepped(step, self.version - 1, groups, batch, trained, data, is_suspect=suspect)
         audited |= self.audit.of_training(step, trained)
         self.steps_done = step
@@ -201,11 +201,11 @@ class SpecActor:
         return (
             measurements.of_speculation(stats.counts)
             | measurements.of_drafters(stats.counts, stats.drafter_work)
-            | measurements.of_tail(woken, moved, left, batch)
+            | measurements.of_tail(woken, moved, left, self.rollouts.open_tokens, batch)
         )
 
     def state(self) -> dict[str, object]:
-        """Return what a checkpoint keeps beside the trainer's own state."""
+        """Return what a checkpoint keeps beside the trainer's own state, whole on rank 0. Collective."""
         state = {"steps_done": self.steps_done, "version": self.version, **self.rollouts.state()}
         return state | ({"distillation": self.distillation.state()} if self.distillation is not None else {})
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from specactor.errors import AgreementError
 from specactor.metrics import SPECULATION
-from specactor.rollout.resume import num_begun
 from specactor.rollout.speculation.counters import Counts
 from specactor.trainer.advantages import informative
 from specactor.types import ScoredGroup, TrainSequence, Trajectory
@@ -103,9 +102,10 @@ def of_environments(groups: Sequence[ScoredGroup], num_failed: int) -> dict[str,
     talks = [t for g in groups for t in g.trajectories if t.environment_s]
     if not talks and not num_failed:
         return {}
+    turns = [t.num_turns for t in talks]
     return {
-        "environment/turns_mean": fmean(t.num_turns for t in talks) if talks else 0.0,
-        "environment/observations": sum(t.num_turns - 1 - len(t.branches) for t in talks),
+        "environment/turns_mean": fmean(turns) if talks else 0.0,
+        "environment/observations": sum(turns) - sum(1 + len(t.branches) for t in talks),
         "environment/observation_tokens": sum(b.loss_mask.count(False) for t in talks for b in (t, *t.branches)),
         "environment/failed": num_failed,
         "time/environment_s": sum(t.environment_s for t in talks),
@@ -123,7 +123,11 @@ def of_speculation(counts: Mapping[str, Counts]) -> dict[str, float]:
 
 
 def of_tail(
-    woken: int | None, moved: int | None, left: Sequence[OpenGroup] | None, batch: Sequence[TrainSequence]
+    woken: int | None,
+    moved: int | None,
+    left: Sequence[OpenGroup] | None,
+    open_tokens: int,
+    batch: Sequence[TrainSequence],
 ) -> dict[str, float]:
     """Return what was done with a step's last requests and incomplete groups.
 
@@ -131,16 +135,16 @@ def of_tail(
         woken: None: no drafter can be woken.
         moved: groups; None: there is one engine.
         left: None: the step waits for all groups.
+        open_tokens: begun of their responses that had not finished.
     """
     found: dict[str, float] = {} if moved is None else {"tail/groups_moved": moved}
     if woken is not None:
         found["tail/drafters_woken"] = woken
     if left is not None:
-        begun = [request for group in left for request in group.pending]
         found |= {
             "tail/open_groups": len(left),
-            "tail/open_requests": len(begun),
-            "tail/open_tokens": sum(map(num_begun, begun)),
+            "tail/open_requests": sum(len(group.pending) for group in left),
+            "tail/open_tokens": open_tokens,
             "tail/stale_tokens": sum(sequence.num_stale for sequence in batch),
         }
     return found

@@ -172,7 +172,8 @@ def _status_writer(folder: RunFolder, steps: int, members: Sequence[Member]) -> 
     ranks = tuple(member.pid for member in members)
 
     def write(phase: str, step: int) -> None:
-        folder.write_status(Status(phase=phase, step=step, steps=steps, rank_pids=ranks))
+        with suppress(OSError):  # of a shared disk that fails for a moment; the next phase writes it again
+            folder.write_status(Status(phase=phase, step=step, steps=steps, rank_pids=ranks))
 
     return write
 
@@ -292,9 +293,9 @@ def _distillation(job: _Job, trainer: PolicyTrainer, pool: EnginePool, drafters:
 
 
 def _problems(
-    config: Config, tokenizer: PreTrainedTokenizerBase, note: Callable[[str], None] = lambda text: None
+    config: Config, tokenizer: PreTrainedTokenizerBase, note: Callable[[str], object] = lambda text: None
 ) -> tuple[Dataset, dict[str, Dataset]]:
-    """Return what is learned from, and disjoint held-out sets; `note` what is done in silence else."""
+    """Return what is learned from, and disjoint held-out sets; `note` is told what is done in silence else."""
     room = longest_prompt(config, model_shape(config).max_position)
     data, count = config.data, config.eval.problems
     sets = [build_dataset(s, tokenizer, max_prompt_tokens=room) for s in (data.train_source, *data.mixed_sources)]
@@ -313,7 +314,10 @@ def _problems(
         held_out[name] = Dataset(whole[:count])
         if len(whole) > count:
             note(f"{source.path}: of {len(whole)} held-out problems the first {count} are evaluated (eval.problems).")
-        sets = [part.without(whole) for part in sets]  # also of those that are not evaluated none is learned from
+        # Also of those that are not evaluated none is learned from.
+        before, sets = sum(map(len, sets)), [part.without(whole) for part in sets]
+        if left_out := before - sum(map(len, sets)):
+            note(f"{left_out} of {before} problems to learn from are among those of {name}, and are left out.")
     if tokenizer.chat_template and any(_is_plain(part[0], tokenizer) for part in sets):
         note("Prompts are taken as they are, without the model's chat template. Rows with messages go through it.")
     return Dataset.of(sets) if len(sets) > 1 else sets[0], held_out
@@ -374,7 +378,7 @@ def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
 def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> bool:
     """Return whether all steps were taken: else SIGUSR1 has ended them."""
     config, progress = actor.config, actor.progress
-    actor.recorder.started(actor.steps_done, actor.rollouts.state())
+    actor.recorder.started(actor.steps_done, actor.rollouts.digest)
     replay = actor.collective.together("replay", folder.read_replay)
     if replay is not None:
         _replay(actor, replay, tracker)

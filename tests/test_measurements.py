@@ -12,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specactor import measurements
 from specactor.config import TrackingConfig
@@ -146,6 +148,27 @@ def test_what_environments_did_by_hand() -> None:
     assert measurements.of_environments([group([Response(1)], (1.0,), (1.0,))], 0) == {}
 
 
+@given(st.lists(st.booleans(), max_size=20), st.lists(st.booleans(), max_size=5))
+def test_a_turn_is_a_stretch_of_what_was_sampled(mask: list[bool], other: list[bool]) -> None:
+    def turns(of: list[bool]) -> int:
+        return sum(sampled for sampled, _ in itertools.groupby(of or [True]))
+
+    response = group([Response(1)], (1.0,), (1.0,)).trajectories[0]
+    branch = replace(response, loss_mask=tuple(other))
+    assert replace(response, loss_mask=tuple(mask), branches=(branch,)).num_turns == turns(mask) + turns(other)
+
+
+def test_turns_are_counted_once_for_all_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank for all ranks' responses."""
+    counted: list[int] = []
+    monkeypatch.setattr(Trajectory, "num_turns", property(lambda response: counted.append(1) or 2))
+    [response] = group([Response(1)], (1.0,), (1.0,)).trajectories
+    talked = replace(response, environment_s=1.0)
+    groups = [ScoredGroup(problem=PROBLEM, trajectories=(talked,), scores=(1.0,), rewards=(1.0,))]
+    assert measurements.of_environments(groups, 0)["environment/observations"] == 1
+    assert len(counted) == 1
+
+
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one() -> None:
     for scores in itertools.product((0.0, 1.0), repeat=5):
         for k in range(1, 6):
@@ -252,12 +275,12 @@ def test_what_was_done_with_the_last_requests() -> None:
         TrainSequence(token_ids=(1,) * 4, prompt_len=1, num_stale=2),
         TrainSequence(token_ids=(1, 2), prompt_len=1),
     ]
-    seen = measurements.of_tail(5, 6, left, batch)
+    seen = measurements.of_tail(5, 6, left, 3, batch)
     assert {name.removeprefix("tail/") for name in seen} == set(TAIL)
     assert (seen["tail/drafters_woken"], seen["tail/groups_moved"]) == (5, 6)
     assert (seen["tail/open_groups"], seen["tail/open_requests"], seen["tail/open_tokens"]) == (1, 2, 3)
     assert seen["tail/stale_tokens"] == 2
-    assert measurements.of_tail(None, None, None, batch) == {}
+    assert measurements.of_tail(None, None, None, 0, batch) == {}
 
 
 def test_nearly_full_marks_count_as_correct_and_parts_do_not() -> None:

@@ -1,4 +1,4 @@
-"""What a resume is told of the settings that it changes."""
+"""What a resume is told of the settings that it changes, and the status."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from specactor.recipes import load, to_json
-from specactor.run_folder import changed_settings
+from specactor.run import _status_writer
+from specactor.run_folder import RunFolder, changed_settings
 
 WORDS = ("quickstart_plain", "--name", "a")
 
@@ -29,3 +30,16 @@ def test_a_resume_names_each_setting_that_it_changes(tmp_path: Path) -> None:
     for damaged in ("{", "[]", "null", '"x"', "\xff"):
         file.write_text(damaged)
         assert changed_settings(checkpoint, to_json(load([*WORDS]))) == []
+
+
+def test_a_disk_that_fails_for_a_moment_ends_no_run(tmp_path: Path) -> None:
+    """The status is for those who look; the next phase writes it again."""
+    folder = RunFolder(root=tmp_path / "run")
+    write = _status_writer(folder, 3, [])
+    folder.root.write_text("in its place")
+    write("rollout", 1)
+    folder.root.unlink()
+    write("train", 1)
+    status = folder.read_status()
+    assert status is not None
+    assert status.phase == "train"

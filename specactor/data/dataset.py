@@ -68,8 +68,8 @@ class Dataset(Sequence[Problem]):
         kept = [problem for problem in self._problems if problem.prompt_ids not in prompts]
         if not kept:
             raise DataError(
-                f"data.train: all {len(self)} prompts are among the {len(held_out)} of data.eval, expected others. "
-                "Give other rows; of a task, evaluate on fewer problems, or draw from a larger one."
+                f"data.train and data.mix: all {len(self)} prompts of a set are among the {len(held_out)} held out for "
+                "evaluation, expected others. Evaluate on other or fewer problems, or learn from a larger set."
             )
         return Dataset(replace(problem, index=index) for index, problem in enumerate(kept))
 

@@ -124,22 +124,23 @@ class CurriculumStream:
         self._ends = [*accumulate(sizes)]
         self._looks = 0
         self._rates: dict[int, float] = {}
+        self._known: dict[int, tuple[float, float]] | None = None  # ranges of these
 
     def take(self, count: int) -> tuple[Visit, ...]:
         taken: list[Visit] = []
-        ranges = self._ranges()
         while len(taken) < count:
+            self._known = self._known or self._ranges()
             [visit] = self._stream.take(1)
             index = visit.problem
             self._looks += 1
-            low, high = ranges[bisect_right(self._ends, index)]
+            low, high = self._known[bisect_right(self._ends, index)]
             rate = (self._rates[index] - low) / (high - low) if index in self._rates else 0.5
             if _hash(b"curriculum", self._seed, self._looks) < max(LEAST_CHANCE, 4 * rate * (1 - rate)) * 2**64:
                 taken.append(visit)
         return tuple(taken)
 
     def learn(self, index: int, mean: float) -> None:
-        self._rates[index] = mean
+        self._rates[index], self._known = mean, None
 
     def _ranges(self) -> dict[int, tuple[float, float]]:
         ranges = dict.fromkeys(range(len(self._ends) + 1), (0.0, 1.0))
@@ -160,6 +161,7 @@ class CurriculumStream:
             )
         self._stream.restore(state["stream"])
         self._looks, self._rates = int(state["looks"]), {int(i): float(rate) for i, rate in state["rates"]}
+        self._known = None
 
 
 LEAST_CHANCE = 0.1  # of a problem solved always or never: it is tried again some time

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from importlib import metadata
 from itertools import accumulate, chain
@@ -50,18 +49,18 @@ class StepRecorder:
     collective: Collective
     written_bytes: int = 0  # by the last step, on rank 0
 
-    def started(self, step: int, data: object) -> None:
-        """Record what the run starts with, unless that step has its record. Collective. `data`: where the data stream
-        stands."""
+    def started(self, step: int, data: Callable[[], int]) -> None:
+        """Record what the run starts with, unless that step has its record. Collective. `data` returns a
+        digest of where the data stream stands, and is collective too."""
         if self.config.tracking.record == "off":
             return
-        weights = self._weights()
+        weights, stands = self._weights(), data()
         if self.collective.rank:
             return
         for later in (s for s in steps_of(self.run) if s > step):
             file_of(self.run, later).unlink()  # of a history that was left by resuming from an earlier checkpoint
         if not file_of(self.run, step).exists():
-            write(self.run, self._record(data, step=step, weights=weights))
+            write(self.run, self._record(data=stands, step=step, weights=weights))
 
     def stepped(
         self,
@@ -70,7 +69,7 @@ class StepRecorder:
         groups: Sequence[ScoredGroup],
         batch: Sequence[TrainSequence],
         stats: TrainStats | None,
-        data: object,
+        data: Callable[[], int] | None,
         *,
         is_suspect: bool = False,
     ) -> None:
@@ -78,7 +77,7 @@ class StepRecorder:
         are kept whole, for a replay. `data`: as of `started`; None where a part of the step was generated."""
         if self.config.tracking.record == "off":
             return
-        weights = self._weights() if stats is not None else ()
+        weights, stands = self._weights() if stats is not None else (), 0 if data is None else data()
         places = [(g, k) for g, group in enumerate(groups) for k in range(len(group.trajectories))]
         # A session's branches stand behind its first sequence.
         firsts = [0, *accumulate(1 + len(groups[g].trajectories[k].branches) for g, k in places)]
@@ -94,7 +93,9 @@ class StepRecorder:
         known = dict(chain(*(part.items() for part in parts)))
         samples = tuple(known[i] for i in range(len(places)))
         metrics = {} if stats is None else stats.numbers()
-        record = self._record(data, step=step, version=version, samples=samples, metrics=metrics, weights=weights)
+        record = self._record(
+            data=stands, step=step, version=version, samples=samples, metrics=metrics, weights=weights
+        )
         self.written_bytes = write(self.run, record)
         drop_before(self.run, step - KEPT_STEPS)
 
@@ -121,10 +122,9 @@ class StepRecorder:
             branches=_digest_of(t.branches),
         )
 
-    def _record(self, data: object, **rest: Any) -> StepRecord:
-        stands = 0 if data is None else xxhash.xxh3_64_intdigest(json.dumps(data, sort_keys=True).encode())
+    def _record(self, **rest: Any) -> StepRecord:
         engines, config = self.config.parallel.engines, to_json(self.config)
-        return StepRecord(config=config, libraries=libraries(), engines=engines, data=stands, **rest)
+        return StepRecord(config=config, libraries=libraries(), engines=engines, **rest)
 
     def _weights(self) -> tuple[RankWeights, ...]:
         from megatron.core import parallel_state

@@ -5,14 +5,15 @@ All ranks execute the same lines; what one does alone stands in `Collective.toge
 
 from __future__ import annotations
 
+import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import chain
 from statistics import fmean
 
+import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from specactor import hooks, samples
@@ -87,8 +88,9 @@ class RolloutCollector:
         self.prompts: PromptStream | MixedStream | CurriculumStream = stream
         if config.data.order == "curriculum":
             self.prompts = CurriculumStream(stream, config.seed, sizes=data.sizes)
-        self.open_groups: list[resume.OpenGroup] = []  # go on in the next step; equal on all ranks
+        self.open_groups: list[resume.OpenGroup] = []  # go on in the next step; finished responses stay on one rank
         self.left: list[resume.OpenGroup] = []  # begun in the last step, and not learned from
+        self.open_tokens = 0  # begun of their other responses
         self.num_failed = self.num_unscored = 0  # of the last step: conversations, and responses whose verifier failed
         self._first_failure = ""
         self._warned: set[str] = set()  # verifiers' kinds of failures that were reported
@@ -246,21 +248,13 @@ class RolloutCollector:
         problems = self.train_data.drawn(self.prompts.take(num_fresh))
         requests = group_requests(problems, config=rollout, run_seed=self.config.seed, step=step)
         groups = resume.opened(self.open_groups, [problem.index for problem in problems], requests)
-        own = {engine.index for engine in self.pool.engines}
-        share = resume.share(groups, want, engines=self.config.parallel.engines, own=own)
         pending = [r for group in groups for r in group.pending]
         of_pending = [self.train_data[group.problem] for group in groups for _ in group.pending]
-        finished, stopped = self._generate(pending, of_pending, enough=share)
+        finished, stopped = self._generate(pending, of_pending, enough=want - sum(group.complete for group in groups))
         groups, self.left = resume.settled([group.after(finished, stopped) for group in groups], want)
-        self.open_groups = self._everywhere(self.left) if rollout.partial else []
+        self.open_groups = self.left if rollout.partial else []
         of_groups = [self.train_data[group.problem] for group in groups]
         return self._score_groups(of_groups, [t for group in groups for t in group.trajectories])
-
-    def _everywhere(self, groups: Sequence[resume.OpenGroup]) -> list[resume.OpenGroup]:
-        """Give finished responses to all ranks, since any may resume their groups."""
-        flat = [response for group in groups for response in group.finished.values()]
-        found = iter(samples.fetch(flat, range(len(flat)), samples.OF_RESPONSE))
-        return [replace(group, finished={name: next(found) for name in group.finished}) for group in groups]
 
     def _generate_all(
         self, requests: Sequence[RolloutRequest], problems: Sequence[Problem], *, phases: tuple[str, str] = PHASES
@@ -279,7 +273,7 @@ class RolloutCollector:
         phases: tuple[str, str] = PHASES,
     ) -> tuple[dict[str, Trajectory], dict[str, RolloutRequest]]:
         """Return finished responses and stopped requests on every rank; tokens stay on one (`specactor.samples`). Stop
-        at `enough` complete groups of this rank."""
+        at `enough` groups that all ranks together complete."""
         of = {request.request_id: problem for request, problem in zip(requests, problems, strict=True)}
         self._num_rollouts += 1
         waiting = self._held_back(requests if enough is None else [])
@@ -313,6 +307,10 @@ class RolloutCollector:
         _check_ends(responses.values())
         if enough is None:
             return responses, {}
+        self.collective.store.delete_key(f"complete/{self._num_rollouts}")  # no rank reads it any more
+        self.open_tokens = sum(self.collective.gather(sum(map(resume.num_begun, stopped)), int))
+        if not self.config.rollout.partial:  # nobody goes on with them
+            return responses, {}
         return responses, {r.request_id: r for r in chain(*self.collective.gather(stopped, list[RolloutRequest]))}
 
     def _held_back(self, requests: Sequence[RolloutRequest]) -> Waiting:
@@ -332,13 +330,16 @@ class RolloutCollector:
     ) -> tuple[list[Trajectory], list[RolloutRequest]]:
         finished: list[Trajectory] = []
         stopped: list[RolloutRequest] = []
-        missing = Counter(request.group_id for request in pending)
+
+        def is_enough(more: int) -> bool:
+            return enough is not None and self.collective.store.add(f"complete/{self._num_rollouts}", more) >= enough
+
         while True:
             generate = partial(
                 self.pool.generate,
                 pending,
                 on_finished=hear,
-                enough_groups=None if enough is None else enough - sum(count == 0 for count in missing.values()),
+                is_enough=None if enough is None else is_enough,
                 conversations=conversations if conversations or refill or waiting.lists else None,
                 refill=refill,
                 waiting=waiting,
@@ -346,7 +347,6 @@ class RolloutCollector:
             outcome = self.collective.together("rollout", partial(self._leaving, generate, refill))
             finished += outcome.finished
             stopped += outcome.stopped
-            missing.subtract(trajectory.group_id for trajectory in outcome.finished)
             self._drafters_woken += outcome.drafters_woken
             pending = [*outcome.unfinished, *waiting.left()]
             if refill is not None:
@@ -415,11 +415,26 @@ class RolloutCollector:
             )
 
     def state(self) -> dict[str, object]:
-        """Return what a checkpoint keeps: the position in the prompts, and the open groups."""
+        """Return what a checkpoint keeps: the position in the prompts and, on rank 0, the open groups. Collective."""
         state: dict[str, object] = {"prompts": self.prompts.state()}
         if self.config.rollout.partial:
-            state["open_groups"] = resume.state(self.open_groups)
+            first, flat = self.collective.rank == 0, [t for group in self.open_groups for t in group.finished.values()]
+            found = iter(samples.fetch(flat, range(len(flat)) if first else (), samples.OF_RESPONSE))
+            whole = [replace(g, finished={name: next(found) for name in g.finished}) for g in self.open_groups]
+            state["open_groups"] = resume.state(whole if first else [])
         return state
+
+    def digest(self) -> int:
+        """Return a digest of `state`, which is large and not made for it; 0 on ranks other than 0. Collective."""
+        found = xxhash.xxh3_64(json.dumps({"prompts": self.prompts.state()}, sort_keys=True).encode())
+        if self.open_groups:
+            here = [t for group in self.open_groups for t in group.finished.values() if samples.is_here(t)]
+            own = {t.request_id: xxhash.xxh3_64_intdigest(resume.encoded(t)) for t in here}
+            told = dict(chain(*(part.items() for part in self.collective.gather(own, dict[str, int]))))
+            for group in self.open_groups if self.collective.rank == 0 else ():
+                finished = sorted((name, told[name]) for name in group.finished)
+                found.update(resume.encoded((group.problem, group.requests, finished)))
+        return found.intdigest() if self.collective.rank == 0 else 0
 
     def restore(self, state: dict[str, object]) -> None:
         self.prompts.restore(state["prompts"])

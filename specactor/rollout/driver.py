@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -29,6 +30,8 @@ from specactor.types import RolloutRequest, Trajectory
 
 REPORT_TOKENS = 64  # an engine reports a running request every so many tokens
 
+POLL_S = 0.02  # between two looks at what other ranks have told
+
 
 class Driver:
     """One rollout; use it once."""
@@ -39,7 +42,7 @@ class Driver:
         *,
         notify: Callable[[Trajectory], None],
         report_tokens: int = REPORT_TOKENS,
-        enough_groups: int | None = None,
+        is_enough: Callable[[int], bool] | None = None,
         drafters: DrafterPool | None = None,
         conversations: Conversations | None = None,
         refill: Refill | None = None,
@@ -47,15 +50,15 @@ class Driver:
     ) -> None:
         """Take engines that are ready. `drafters` may be woken on idle engines' devices; `conversations` say what
         becomes of their responses; `refill` gives requests as groups become complete, `waiting` groups as engines have
-        room."""
+        room; `is_enough` takes how many groups are newly complete, and says whether all ranks' are enough."""
         self.done: dict[str, Trajectory] = {}
         # begun when there were enough groups; another rollout resumes them
         self.stopped: dict[str, RolloutRequest] = {}
         self._engines, self._notify = engines, notify
         drafters = drafters if drafters is not None else DrafterPool([])
         # Also for an abort that came too early, see `_progressed`.
-        self._report_tokens = report_tokens if drafters.can_lend or refill or enough_groups is not None else 0
-        self._enough, self._refill, self._waiting = enough_groups, refill, waiting
+        self._report_tokens = report_tokens if drafters.can_lend or refill or is_enough else 0
+        self._is_enough, self._refill, self._waiting = is_enough, refill, waiting
         self.added: list[RolloutRequest] = []  # by `refill` and `waiting`
         self._borrowed = BorrowedDevices(engines, drafters)
         self._running: dict[int, dict[str, RolloutRequest]] = {i: {} for i in range(len(engines))}
@@ -67,8 +70,8 @@ class Driver:
         self._turns: list[tuple[int, RolloutRequest]] = []  # to be sent, with the conversation's engine
         self._open_calls = self._unscored = 0
         self._missing: Counter[int] = Counter()
-        self._complete = 0
         self._stopping = False
+        self._look_at_s = 0.0
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # what the thread of `run` is to do
         self._threads: list[threading.Thread] = []
 
@@ -82,7 +85,7 @@ class Driver:
         Raises EngineError for a request that cannot be served; kills the engines if `notify` raises.
         """
         self._missing.update(request.group_id for part in parts for request in part)
-        if self._enough is not None and self._enough <= 0:
+        if self._is_enough is not None and self._is_enough(0):
             self.stopped = {request.request_id: request for part in parts for request in part}
             return
         try:
@@ -93,6 +96,7 @@ class Driver:
             while self._open_calls or self._thinking or self._waits or (self._unscored and not self._stopping):
                 for act in self._next():
                     act()
+                self._look()
                 self._send_turns()
                 self._draw()
                 self._fill()
@@ -161,7 +165,8 @@ class Driver:
         conversations, found = self._conversations, list[Callable[[], None]]()
         try:
             # Other ranks tell what they have found of their groups.
-            waits = [conversations.wait_s() if conversations else None, 0.02 if self._refill is not None else None]
+            polls = self._refill is not None or self._is_enough is not None
+            waits = [conversations.wait_s() if conversations else None, POLL_S if polls else None]
             found.append(self._events.get(timeout=min((s for s in waits if s is not None), default=None)))
             while conversations:  # turns that are there together are sent together
                 found.append(self._events.get_nowait())
@@ -308,12 +313,11 @@ class Driver:
     def _keep(self, response: Trajectory) -> None:
         self.done[response.request_id] = response
         self._missing[response.group_id] -= 1
-        self._complete += self._missing[response.group_id] == 0
         self._notify(response)
         if self._refill is not None and not self._stopping:
             self._unscored += 1
             self._refill.when_scored(response, lambda: self._events.put(partial(self._scored, response)))
-        if self._enough is not None and self._complete >= self._enough and not self._stopping:
+        if self._is_enough is not None and not self._missing[response.group_id] and self._is_enough(1):
             self._stop()
 
     def _scored(self, response: Trajectory) -> None:
@@ -322,7 +326,17 @@ class Driver:
         if not self._stopping:
             self._refill.done(response)
 
+    def _look(self) -> None:
+        """Stop where other ranks have completed what was missing."""
+        if self._is_enough is None or self._stopping or time.monotonic() < self._look_at_s:
+            return
+        self._look_at_s = time.monotonic() + POLL_S  # many ranks ask one store
+        if self._is_enough(0):
+            self._stop()
+
     def _stop(self) -> None:
+        if self._stopping:
+            return
         self._stopping = True
         for engine, requests in self._running.items():
             self._abort(engine, requests)

@@ -91,12 +91,12 @@ class EnginePool:
         requests: Sequence[RolloutRequest],
         *,
         on_finished: Callable[[Trajectory], None] | None = None,
-        enough_groups: int | None = None,
+        is_enough: Callable[[int], bool] | None = None,
         conversations: Conversations | None = None,
         refill: Refill | None = None,
         waiting: Waiting | None = None,
     ) -> RolloutOutcome:
-        """Generate on living engines, until `refill` is settled, `waiting` empty or `enough_groups` complete;
+        """Generate on living engines, until `refill` is settled, `waiting` empty or there `is_enough`;
         `on_finished` is called in this thread. `conversations` begin, or go on after a death. Without a living engine
         all come back unfinished. Raises EngineError for a request that cannot be served."""
         merge(requests, [])  # refuses ids that are not unique before anything runs
@@ -106,7 +106,7 @@ class EnginePool:
             alive,
             notify=on_finished or (lambda trajectory: None),
             report_tokens=self.report_tokens,
-            enough_groups=enough_groups,
+            is_enough=is_enough,
             drafters=self.drafters,
             conversations=conversations,
             refill=refill,

@@ -8,7 +8,7 @@ none; a resumed one keeps tokens, id and seed; a step learns from `want` whole g
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -188,17 +188,15 @@ def opened(
     return [group.numbered(i) for i, group in enumerate([*carried, *fresh])]
 
 
-def share(groups: Sequence[OpenGroup], want: int, *, engines: int, own: Collection[int]) -> int:
-    """Return how many groups the rank with engines `own` must yet complete; group i is on engine i modulo `engines`."""
-    wanted = sum(i % engines in own for i in range(want))
-    complete = sum(group.complete for i, group in enumerate(groups) if i % engines in own)
-    return wanted - complete
-
-
 def settled(groups: Sequence[OpenGroup], want: int) -> tuple[list[OpenGroup], list[OpenGroup]]:
     """Return (the first `want` complete groups, the others)."""
     kept = [i for i, group in enumerate(groups) if group.complete][:want]
     return [groups[i] for i in kept], [group for i, group in enumerate(groups) if i not in set(kept)]
+
+
+def encoded(part: object) -> bytes:
+    """Return bytes for a digest of a group's part, without making lists of arrays."""
+    return msgspec.msgpack.encode(part, enc_hook=memoryview, order="deterministic")
 
 
 def state(groups: Sequence[OpenGroup]) -> object:

@@ -69,7 +69,7 @@ def write(
     beside: Callable[[Path], None] = lambda folder: None,
 ) -> Callable[[], Path]:
     """Write a checkpoint under a temporary name; return the function that commits it, and removes all but the newest
-    `keep`. Both are collective. `state` is JSON, equal on all ranks; `beside` adds files on each. Raises
+    `keep`. Both are collective. `state` is JSON, rank 0's is kept; `beside` adds files on each. Raises
     CheckpointError where the disk fails."""
     from specactor.trainer import model_files
 

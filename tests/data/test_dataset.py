@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from specactor.config import DataConfig, SourceConfig
 from specactor.data.chat import prompt_ids
 from specactor.data.dataset import MAX_LISTED, Dataset, build_dataset
 from specactor.data.stream import MixedStream
+from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
 from specactor.errors import ConfigError, DataError
+from specactor.recipes import load
+from specactor.run import _problems
 from tests.data.test_chat import TOKENIZER
 
 GOOD: dict[str, Any] = {"prompt": "2+2=", "answer": "4", "verifier": "exact"}
@@ -490,5 +494,19 @@ def test_held_out_prompts_are_left_out_and_the_rest_is_numbered_anew(
     train = build(tokenizer, path=str(write_lines(tmp_path / "train.jsonl", *rows)))
     held_out = build(tokenizer, path=str(write_lines(tmp_path / "eval.jsonl", rows[1])))
     assert [(p.index, p.prompt) for p in train.without(held_out)] == [(0, "a"), (1, "c")]
-    with pytest.raises(DataError, match=r"data.train: all 1 prompts are among the 4 of data.eval"):
+    with pytest.raises(DataError, match=r"all 1 prompts of a set are among the 4 held out"):
         held_out.without(train)
+
+
+@pytest.mark.parametrize(
+    ("held_out", "told"),
+    [("b", ["2 of 4 problems to learn from are among those of eval, and are left out."]), ("d", [])],
+)
+def test_a_run_tells_how_many_problems_are_left_out(held_out: str, told: list[str], tmp_path: Path) -> None:
+    rows = [{"prompt": p, "answer": "1", "verifier": "exact"} for p in ("a", "b", "c", "b", held_out)]
+    train, other = write_lines(tmp_path / "train.jsonl", *rows[:4]), write_lines(tmp_path / "eval.jsonl", rows[4])
+    make_char_tokenizer(tmp_path)
+    config, notes = load(["quickstart_plain"]), list[str]()
+    config = replace(config, data=DataConfig(train=str(train), eval=(str(other),)))
+    _problems(config, load_tokenizer(tmp_path), notes.append)
+    assert notes == told

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable
 
 import pytest
@@ -191,6 +192,28 @@ def test_a_restored_curriculum_goes_on_as_if_nothing_had_happened(
     resumed = CurriculumStream(PromptStream(7, 3), 3, sizes=(3, 4))
     resumed.restore(json.loads(json.dumps(undisturbed.state())))
     assert [resumed.take(count) for count in after] == [undisturbed.take(count) for count in after]
+
+
+def test_what_is_learned_between_takes_counts_at_once() -> None:
+    """As for a stream that is made anew from the state before every take."""
+    chance = random.Random(0)
+    own = CurriculumStream(PromptStream(7, 3), 3, sizes=(3, 4))
+    for _ in range(50):
+        anew = CurriculumStream(PromptStream(7, 3), 3, sizes=(3, 4))
+        anew.restore(own.state())
+        assert own.take(2) == anew.take(2)
+        own.learn(chance.randrange(7), chance.uniform(-9, 9))
+
+
+def test_ranges_are_found_once_for_many_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take a look at all that is known, and dynamic sampling draws one problem at a time."""
+    looks: list[int] = []
+    ranges = CurriculumStream._ranges
+    monkeypatch.setattr(CurriculumStream, "_ranges", lambda stream: looks.append(1) or ranges(stream))
+    stream = tried(CurriculumStream(PromptStream(7, 3), 3), dict.fromkeys(range(7), 0.5))
+    for count in (0, 1, -3, 1, 1):
+        stream.take(count)
+    assert len(looks) == 1
 
 
 def test_a_curriculum_and_a_plain_order_are_not_resumed_as_each_other() -> None:

@@ -48,7 +48,7 @@ def response(name: str, *tokens: int, mask: tuple[bool, ...] = (), branches: tup
 
 
 def step_of(
-    folder: Path, session: Trajectory, verifier: str, data: object, *, is_suspect: bool = False
+    folder: Path, session: Trajectory, verifier: str, data: int | None, *, is_suspect: bool = False
 ) -> records.StepRecord:
     """The record of the session and a plain response after it."""
     problem = Problem(index=0, prompt="", prompt_ids=(1, 2), answer="", verifier=verifier, metadata={})
@@ -60,7 +60,8 @@ def step_of(
         for _ in (t, *t.branches)
     ]
     recorder = StepRecorder(load(["quickstart_plain"]), folder, trainer=None, collective=Alone())  # type: ignore[arg-type]
-    recorder.stepped(1, 0, [group], batch, None, data, is_suspect=is_suspect)
+    stands = None if data is None else lambda: data
+    recorder.stepped(1, 0, [group], batch, None, stands, is_suspect=is_suspect)
     return records.read(records.file_of(folder, 1))
 
 
@@ -70,7 +71,7 @@ SESSION = response(
 
 
 def test_a_response_after_a_session_has_its_own_advantage(tmp_path: Path) -> None:
-    record = step_of(tmp_path, SESSION, f"{__name__}:Walks", {"prompts": 1})
+    record = step_of(tmp_path, SESSION, f"{__name__}:Walks", 1)
     assert [s.advantage for s in record.samples] == [0.25, -0.25]
     assert [s.seeded for s in record.samples] == [1, None]
     assert record.samples[1].branches == 0
@@ -89,10 +90,23 @@ def test_a_session_is_recorded_with_its_branches(changes: dict[str, Any], tmp_pa
 
 def test_a_part_says_nothing_of_where_the_data_stand(tmp_path: Path) -> None:
     assert step_of(tmp_path, SESSION, "exact", None).data == 0
-    assert step_of(tmp_path, SESSION, "exact", {"prompts": 1}).data != 0
+    assert step_of(tmp_path, SESSION, "exact", 7).data == 7
 
 
 def test_a_step_in_which_an_audit_found_something_is_kept_whole(tmp_path: Path) -> None:
     for is_suspect in (False, True):
         record = step_of(tmp_path, SESSION, "exact", None, is_suspect=is_suspect)
         assert [bool(s.whole) for s in record.samples] == [is_suspect, is_suspect]
+
+
+def test_without_records_nobody_asks_where_the_data_stand(tmp_path: Path) -> None:
+    """Which takes a look at every open response."""
+
+    def never() -> int:
+        raise AssertionError
+
+    config = load(["quickstart_plain", "--tracking.record", "off"])
+    recorder = StepRecorder(config, tmp_path, trainer=None, collective=Alone())  # type: ignore[arg-type]
+    recorder.started(0, never)
+    recorder.stepped(1, 0, [], [], None, never)
+    assert not list(tmp_path.iterdir())

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
 from specactor.rollout import resume
 from specactor.rollout.child_process import ChildDied
 from specactor.rollout.driver import Driver
@@ -114,6 +116,12 @@ class FakeEngine:
 
     def kill(self) -> None:
         self.killed = True
+
+
+def enough(groups: int) -> Callable[[int], bool]:
+    """For a rollout that stops at so many complete groups."""
+    store = HashStore()
+    return lambda more: bool(store.add("complete", more) >= groups)
 
 
 def drive(

@@ -19,7 +19,7 @@ from specactor.rollout.requests import assign
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import Problem, RolloutRequest, SamplingParams, Trajectory
 from tests.rollout import environments
-from tests.rollout.driver_cases import FakeEngine, token
+from tests.rollout.driver_cases import FakeEngine, enough, token
 
 HERE = "tests.rollout.environments"
 MAX_NEW = 60
@@ -264,7 +264,7 @@ def test_enough_groups_end_conversations_that_wait_for_their_environments(tokeni
     with Conversations(requests, problems, tokenizer, timeout_s=60, max_prompt_tokens=50) as conversations:
         seen: list[Trajectory] = []
         driver = Driver(
-            cast("list[Engine]", [engine]), notify=seen.append, conversations=conversations, enough_groups=6
+            cast("list[Engine]", [engine]), notify=seen.append, conversations=conversations, is_enough=enough(6)
         )
         driver.run([requests])
         environments.released.set()

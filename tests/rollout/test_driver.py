@@ -16,7 +16,7 @@ from specactor.rollout.driver import Driver
 from specactor.rollout.requests import assign
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import RolloutRequest, Trajectory
-from tests.rollout.driver_cases import GROUPS, FakeEngine, drive, expected, make_requests
+from tests.rollout.driver_cases import GROUPS, FakeEngine, drive, enough, expected, make_requests
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -45,7 +45,7 @@ def stopped_and_gone_on(seed: int, later: FakeEngine) -> list[str]:
     """Requests whose tokens are not those of an undisturbed run, when two of the groups stop a rollout, and another
     engine goes on with the others."""
     requests = make_requests(seed)
-    driver, _ = drive([FakeEngine(), FakeEngine()], requests, enough_groups=2)
+    driver, _ = drive([FakeEngine(), FakeEngine()], requests, is_enough=enough(2))
     assert set(driver.done) | set(driver.stopped) == {r.request_id for r in requests}
     assert not set(driver.done) & set(driver.stopped)
     missing = Counter(r.group_id for r in driver.stopped.values())
@@ -70,7 +70,7 @@ def test_a_wrong_seam_is_caught(wrong: Callable[[RolloutRequest, int], int]) -> 
 
 def test_no_group_is_wanted() -> None:
     requests = make_requests(0)
-    driver, _ = drive([FakeEngine()], requests, enough_groups=0)
+    driver, _ = drive([FakeEngine()], requests, is_enough=enough(0))
     assert driver.done == {}
     assert list(driver.stopped.values()) == requests
 
@@ -108,7 +108,7 @@ def test_an_engine_that_was_asked_before_it_had_the_request_is_asked_again() -> 
         cast("list[Engine]", [FakeEngine(), late]),
         notify=lambda trajectory: None,
         report_tokens=1,
-        enough_groups=1,
+        is_enough=enough(1),
     )
     driver.run([[quick], [slow]])
     assert set(driver.done) == {quick.request_id}
@@ -128,7 +128,7 @@ def test_what_has_been_heard_of_is_asked_to_end_once() -> None:
             super().generate(requests, **more)
 
     engine, other = Second(), FakeEngine()
-    driver = Driver(cast("list[Engine]", [engine, other]), notify=lambda trajectory: None, enough_groups=1)
+    driver = Driver(cast("list[Engine]", [engine, other]), notify=lambda trajectory: None, is_enough=enough(1))
     progressed = driver._progressed
 
     def see(engine: int, request: RolloutRequest, so_far: Trajectory) -> None:

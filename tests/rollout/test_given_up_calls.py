@@ -26,6 +26,7 @@ from specactor.rollout.session import MAX_SEQUENCES, Session
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import RolloutRequest, Trajectory
 from tests.rollout import agents
+from tests.rollout.driver_cases import enough
 from tests.rollout.test_sessions import (
     LONGEST,
     MAX_NEW,
@@ -150,7 +151,7 @@ def test_a_given_up_call_is_ended_though_the_engine_was_asked_too_early() -> Non
     agents.HangsUp.ended.clear()
     with Conversations(requests, problems, TOKENIZER, timeout_s=120, max_prompt_tokens=LONGEST) as conversations:
         driver = Driver(
-            cast("list[Engine]", [engine]), notify=lambda t: None, conversations=conversations, enough_groups=2
+            cast("list[Engine]", [engine]), notify=lambda t: None, conversations=conversations, is_enough=enough(2)
         )
         driver.run([requests])
     assert driver.done["c0"].failure == "tests.rollout.agents:HangsUp: run: it ended without an answer of the policy"

@@ -99,21 +99,6 @@ def test_steps(seed: int, want: int, oversample: float) -> None:
     assert asked == learned + len(carried), "no group is lost"
 
 
-@given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 10**6))
-def test_the_shares_of_all_ranks_make_enough(want: int, engines: int, seed: int) -> None:
-    chance = random.Random(seed)
-    groups = resume.opened([], range(want + 3), make_requests(0, want + 3))
-    done = {r.request_id: respond(r, 1, 0, ends=True) for r in groups[0].requests if chance.random() < 0.7}
-    groups = [group.after(done, {}) for group in groups]
-    ranks = [[engine] for engine in range(engines)]
-    shares = [resume.share(groups, want, engines=engines, own=own) for own in ranks]
-    complete = sum(group.complete for group in groups)
-    assert sum(max(0, share) for share in shares) + complete >= want
-    for own, share in zip(ranks, shares, strict=True):
-        can = sum(not group.complete for i, group in enumerate(groups) if i % engines in own)
-        assert share <= can, "a rank is never asked for more than it has"
-
-
 def test_a_wrong_version_forgets_what_was_begun() -> None:
     """Then the tokens of a step would be sampled again: the state of a checkpoint would not tell."""
     [request] = make_requests(0, 1)[:1]

@@ -8,6 +8,7 @@ import pytest
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang.engine_client import Engine
 from tests.rollout.conftest import request
+from tests.rollout.driver_cases import enough
 
 BATCH = [request(i, new=30 + 13 * i % 60, ignore_eos=i % 3 > 0) for i in range(24)]
 
@@ -26,7 +27,7 @@ def test_enough_groups_and_the_rest_later(pool: EnginePool, engines: tuple[Engin
     """What was stopped goes on at the next policy version; with equal weights its tokens are the same."""
     engines[0].flush()
     expected = engines[0].generate(BATCH)
-    outcome = pool.generate(BATCH, enough_groups=2)
+    outcome = pool.generate(BATCH, is_enough=enough(2))
     assert not outcome.unfinished
     assert len(outcome.finished) + len(outcome.stopped) == len(BATCH)
     groups = {r.group_id for r in BATCH} - {r.group_id for r in outcome.stopped}
