@@ -181,10 +181,6 @@ def _set_variable(name: str, value: str) -> None:
 def read_hf_config(model_dir: Path) -> Any:
     """Return the folder's configuration, with ``rope_theta`` where mbridge reads it. Raises ConfigError for a model
     that mbridge cannot represent, or would build as another."""
-    if not (model_dir / "config.json").is_file():
-        raise ConfigError.at(
-            "model.path", str(model_dir), "a folder with config.json", "Give the folder of a Hugging Face model."
-        )
     config = AutoConfig.from_pretrained(model_dir)
     _refuse_others(config, model_dir)
     rope = getattr(config, "rope_parameters", None) or {}
