@@ -87,6 +87,7 @@ class SpecActor:
         metrics = measurements.of_step(groups, batch, trained, synced, version=self.version)
         metrics |= measurements.of_environments(groups, self.rollouts.num_failed)
         metrics["reward/failed"] = self.rollouts.num_unscored
+        metrics |= self.rollouts.drawn
         metrics |= self.of_rollout(rollout, batch) | refreshed | self._pushed | audited
         if traced:
             self.progress.recorder.on = False
@@ -197,7 +198,8 @@ class SpecActor:
         rollout = self.config.rollout
         woken = stats.drafters_woken if self.config.lends_devices else None
         moved = stats.groups_moved if self.config.parallel.engines > 1 else None
-        left = self.rollouts.left if rollout.oversample > 1 else None
+        is_dynamic = self.config.algorithm.dynamic_sampling != "off"  # it counts what it drew
+        left = self.rollouts.left if rollout.oversample > 1 and not is_dynamic else None
         return (
             measurements.of_speculation(stats.counts)
             | measurements.of_drafters(stats.counts, stats.drafter_work)

@@ -95,6 +95,8 @@ class RolloutCollector:
         self._first_failure = ""
         self._warned: set[str] = set()  # verifiers' kinds of failures that were reported
         self._drafters_woken = self._groups_moved = 0
+        self.drawn: dict[str, float] = {}
+        """With dynamic sampling metrics of all groups that the step drew, kept or not."""
         self._num_rollouts = 0  # equal on all ranks
 
     def collect(self, step: int) -> list[ScoredGroup]:
@@ -103,6 +105,7 @@ class RolloutCollector:
         Raises DataError when failures have left none.
         """
         self.num_failed = self.num_unscored = 0
+        self.drawn = {}
         if self.config.algorithm.dynamic_sampling != "off":
             groups = self._collect_teaching(step)
         elif self.config.rollout.oversample > 1:
@@ -162,6 +165,12 @@ class RolloutCollector:
         others = [number for number in range(num_used) if number not in kept] if len(kept) < want else []
         numbers = [*kept, *others]
         of = {number: [found[r.request_id] for r in requests_of(number)] for number in range(num_used)}
+        self.drawn = {
+            "reward/drawn_groups": num_used,
+            "reward/drawn_mean": fmean(refill.rates[number] for number in range(num_used)),
+            "rollout/tokens": sum(t.num_sampled for own in of.values() for t in own),
+            "rollout/responses": num_used * rollout.group_size,
+        }
         groups = self._score_groups(
             [drawn[number] for number in numbers],
             [t for n in numbers for t in of[n]],

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specactor.data.dataset import Dataset
 from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
+from specactor.metrics import METRICS
 from specactor.progress import Progress
 from specactor.recipes import load
 from specactor.rollout.collector import RolloutCollector
@@ -254,6 +255,24 @@ def test_conversations_that_failed_in_a_replaced_group_are_counted(tmp_path: Pat
     assert (own.num_failed, own._first_failure) == (size, "mine: step: it is down")
     own.collect(1)
     assert own.num_failed == size
+
+
+def test_a_step_counts_all_that_it_drew(tmp_path: Path, grading: Grading) -> None:
+    make_char_tokenizer(tmp_path)
+    seen: list[Trajectory] = []
+
+    class Sees(Ready):
+        def generate(self, requests: Sequence[RolloutRequest], **options: Any) -> None:
+            finished = options["on_finished"]
+            super().generate(requests, **options | {"on_finished": lambda t: (seen.append(t), finished(t))})
+
+    own = collector([Sees()], load_tokenizer(tmp_path), grading)
+    kept = [t for group in own.collect(0) for t in group.trajectories]
+    assert own.drawn["rollout/responses"] == len(seen) == 2 * own.drawn["reward/drawn_groups"] > len(kept)
+    assert own.drawn["rollout/tokens"] == sum(len(t.token_ids) for t in seen) > sum(len(t.token_ids) for t in kept)
+    scores = [float(own.grading.scored(t).reward or 0.0) for t in seen]
+    assert own.drawn["reward/drawn_mean"] == pytest.approx(sum(scores) / len(scores))
+    assert set(own.drawn) <= set(METRICS)
 
 
 def test_what_shaping_takes_off_makes_no_group_worth_learning_from(tmp_path: Path, grading: Grading) -> None:
