@@ -161,7 +161,12 @@ def test_a_turn_is_a_stretch_of_what_was_sampled(mask: list[bool], other: list[b
 def test_turns_are_counted_once_for_all_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     """On every rank for all ranks' responses."""
     counted: list[int] = []
-    monkeypatch.setattr(Trajectory, "num_turns", property(lambda response: counted.append(1) or 2))
+
+    def count(_: Trajectory) -> int:
+        counted.append(1)
+        return 2
+
+    monkeypatch.setattr(Trajectory, "num_turns", property(count))
     [response] = group([Response(1)], (1.0,), (1.0,)).trajectories
     talked = replace(response, environment_s=1.0)
     groups = [ScoredGroup(problem=PROBLEM, trajectories=(talked,), scores=(1.0,), rewards=(1.0,))]

@@ -209,7 +209,12 @@ def test_ranges_are_found_once_for_many_draws(monkeypatch: pytest.MonkeyPatch) -
     """They take a look at all that is known, and dynamic sampling draws one problem at a time."""
     looks: list[int] = []
     ranges = CurriculumStream._ranges
-    monkeypatch.setattr(CurriculumStream, "_ranges", lambda stream: looks.append(1) or ranges(stream))
+
+    def look(stream: CurriculumStream) -> dict[int, tuple[float, float]]:
+        looks.append(1)
+        return ranges(stream)
+
+    monkeypatch.setattr(CurriculumStream, "_ranges", look)
     stream = tried(CurriculumStream(PromptStream(7, 3), 3), dict.fromkeys(range(7), 0.5))
     for count in (0, 1, -3, 1, 1):
         stream.take(count)
