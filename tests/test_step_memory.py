@@ -179,6 +179,7 @@ def steps(gpu: Gpu, name: str, words: Sequence[str], monkeypatch: pytest.MonkeyP
         devices=devices,
         rollouts=SimpleNamespace(  # type: ignore[arg-type]
             **{"pool": pool, "num_failed": 0, "num_unscored": 0, "state": dict},
+            **{"digest": lambda: 0, "open_tokens": 0, "drawn": {}},
             take_stats=lambda **_: SimpleNamespace(counts={}, spans={"": ()}),
             collect=lambda step: gpu.take() or [],  # engines generate
         ),
