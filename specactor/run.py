@@ -94,10 +94,7 @@ def run(
         note_phase = _status_writer(folder, config.train.steps, members) if rank == 0 else None
         shown = Progress(config.train.steps, quiet=rank != 0, on_phase=note_phase)
         progress = stack.enter_context(shown)
-        for unused in config.rollout.speculation.unused:
-            progress.note(f"The draft model {unused} is not used: no drafter in rollout.speculation.drafters names it.")
-        if config.distillation.refresh and not config.drafter_learns:
-            progress.note("Nothing is refreshed: nothing drafts with the first draft model, which alone learns.")
+        _tell_unused(config, progress)
         config = _planned(config, members, collective, progress)
         actor = _build(_Job(config, folder, collective, members, head, progress, stack), layout)
         if resume is not None:
@@ -113,6 +110,13 @@ def run(
             actor.sync()
         if _train(actor, folder, tracker) and note_phase is not None:
             note_phase("done", actor.steps_done)
+
+
+def _tell_unused(config: Config, progress: Progress) -> None:
+    for unused in config.rollout.speculation.unused:
+        progress.note(f"The draft model {unused} is not used: no drafter in rollout.speculation.drafters names it.")
+    if config.distillation.refresh and not config.drafter_learns:
+        progress.note("Nothing is refreshed: nothing drafts with the first draft model, which alone learns.")
 
 
 def _leave_groups(error: type[BaseException] | None, *_: object) -> None:

@@ -30,12 +30,16 @@ from fractions import Fraction
 from functools import lru_cache
 from numbers import Real
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
 
 from specactor.errors import DataError
 from specactor.types import Problem
+
+if TYPE_CHECKING:
+    import aiohttp  # takes a quarter of a second, and few need it
 
 Verifier = Callable[[str, Problem], float]
 
@@ -206,6 +210,28 @@ class _Answer(msgspec.Struct):
     score: float
 
 
+def _question(response: str, problem: Problem) -> bytes:
+    return msgspec.json.encode(
+        {
+            "response": response,
+            "prompt": problem.prompt,
+            "answer": problem.answer,
+            "index": problem.index,
+            "metadata": problem.metadata,
+        }
+    )
+
+
+async def _score_of(answer: aiohttp.ClientResponse) -> float:
+    """Return the score of an answer, which may come in pieces."""
+    text = bytearray()
+    async for part in answer.content.iter_any():
+        text += part
+        if len(text) > MAX_BYTES:
+            raise DataError(f"got an answer of more than {MAX_BYTES} bytes")
+    return msgspec.json.decode(text, type=_Answer).score
+
+
 def remote_verifier(url: str, timeout_s: float | None = None) -> Callable[[str, Problem], Awaitable[float]]:
     """Return the verifier at that address. Raises DataError for what is none."""
     try:
@@ -230,18 +256,10 @@ def remote_verifier(url: str, timeout_s: float | None = None) -> Callable[[str, 
         await asyncio.sleep(pause_s)
 
     async def verify(response: str, problem: Problem) -> float:
-        import aiohttp  # takes a quarter of a second, and few need it
+        import aiohttp
 
         nonlocal is_away
-        body = msgspec.json.encode(
-            {
-                "response": response,
-                "prompt": problem.prompt,
-                "answer": problem.answer,
-                "index": problem.index,
-                "metadata": problem.metadata,
-            }
-        )
+        body = _question(response, problem)
         # The last error says more than the caller, whose time is over a little later.
         deadline, attempt, failed = time.monotonic() + 0.9 * limit_s, 0, 0
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as client:  # the caller bounds it all
@@ -250,23 +268,18 @@ def remote_verifier(url: str, timeout_s: float | None = None) -> Callable[[str, 
                 try:
                     async with client.post(url, data=body, headers={"Content-Type": "application/json"}) as answer:
                         answer.raise_for_status()
-                        is_away, text = False, bytearray()
-                        async for part in answer.content.iter_any():  # it comes in pieces
-                            text += part
-                            if len(text) > MAX_BYTES:
-                                raise DataError(f"got an answer of more than {MAX_BYTES} bytes")
-                        return msgspec.json.decode(text, type=_Answer).score
-                except aiohttp.ClientConnectorError as error:  # nobody is there
-                    await pause(attempt, deadline, error)
-                except aiohttp.ClientResponseError as error:
-                    failed += error.status not in AWAY
-                    if error.status not in AWAY and (error.status < 500 or failed == ATTEMPTS):
-                        raise
-                    await pause(attempt, deadline, error)
-                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                    failed += 1  # the response itself may end the server
-                    if failed == ATTEMPTS:
-                        raise
+                        is_away = False
+                        return await _score_of(answer)
+                except (
+                    aiohttp.ClientConnectionError,
+                    aiohttp.ClientPayloadError,
+                    aiohttp.ClientResponseError,
+                ) as error:
+                    status = error.status if isinstance(error, aiohttp.ClientResponseError) else None
+                    if status not in AWAY and not isinstance(error, aiohttp.ClientConnectorError):
+                        failed += 1  # the response itself may end the server
+                        if failed == ATTEMPTS or (status is not None and status < 500):
+                            raise
                     await pause(attempt, deadline, error)
 
     return verify

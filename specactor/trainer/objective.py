@@ -89,7 +89,7 @@ def compare_with_noise(
     sampled."""
     seeded_S = (seeds_R >= 0).nonzero()[:, 0]
     apart = [torch.zeros(0, dtype=torch.float64)]
-    for part_C in torch.split(seeded_S, 1024):  # rows of logits are copied
+    for part_C in torch.split(seeded_S, 1024):  # so many rows of logits are copied at once
         here_C = part_C.to(logits_1TV.device)
         rows_C, targets_C = batch.rows_R[here_C], batch.targets_R[here_C]
         logits_CV = logits_1TV[0].index_select(0, rows_C)
