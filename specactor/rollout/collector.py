@@ -215,16 +215,16 @@ class RolloutCollector:
         size = self.config.eval.samples
         requests = held_out_requests(problems, config=self.config.rollout, run_seed=self.config.seed, samples=size)
         trajectories = self._generate_all(requests, problems, phases=("eval", "eval"))
-        unscored = [t.failure for t in trajectories if OF_VERIFIER.match(t.failure)]
+        unscored = {t.request_id: t.failure for t in trajectories if OF_VERIFIER.match(t.failure)}
         if unscored:
             self.progress.note(
                 f"held-out problems: {len(unscored)} of {len(trajectories)} responses have no score and do not count; "
-                f"the first: {unscored[0]}"
+                f"the first: {next(iter(unscored.values()))}"
             )
-        self._tell_failures([t for t in trajectories if not OF_VERIFIER.match(t.failure)])
+        self._tell_failures([t for t in trajectories if t.request_id not in unscored])
         groups = []
         for i, problem in enumerate(problems):
-            scored = [t for t in trajectories[i * size : (i + 1) * size] if not OF_VERIFIER.match(t.failure)]
+            scored = [t for t in trajectories[i * size : (i + 1) * size] if t.request_id not in unscored]
             scores = tuple(t.reward or 0.0 for t in scored)
             groups.append(ScoredGroup(problem=problem, trajectories=tuple(scored), scores=scores, rewards=scores))
         return samples.whole(groups, wanted=self.collective.rank == 0)  # which writes them
