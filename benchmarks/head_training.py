@@ -127,7 +127,7 @@ def table(runs: Mapping[str, Sequence[Run]], *, steps: int) -> Result:
     return Result(
         title="A head that learns with the policy",
         verdict=f"accept_length from the first fifth of a run to the last: {'; '.join(told)}. Aim of heads that learn, "
-        f"at least as much at the end as at the beginning for at most {SHARE:.0%} of the time: "
+        f"no less at the end for at most {SHARE:.0%} of the time: "
         + (f"missed by {', '.join(missed)}." if missed else "met by all."),
         intro=f"{steps} RL steps, one run each, mode coupled, window 4; all heads of a task begin as the warm-up made "
         f"them. *{KL}* and *{TOTAL_VARIATION}* are the losses of heads that learn after every step, for at most "
