@@ -19,6 +19,40 @@ from specactor.rollout.speculation.windows import OFF
 NEW_WEIGHTS_WEIGHT = 0.5  # weight of earlier evidence once the weights of the policy, or of a drafter, have changed
 
 
+class Reading:
+    """What a drafter reads of new texts before it drafts for them. A burst is excused; texts that come all the time
+    count, until they no longer come."""
+
+    # A draft model reads 4096 tokens in a round, in 256 a full KV pool of a million: no burst has more.
+    _MOST = 256
+
+    def __init__(self) -> None:
+        self.goes_on = False
+        self._rounds = 0  # with new texts, less those without, 0.._MOST
+        self._seconds, self._ready = 0.0, 1.0
+
+    @property
+    def seconds(self) -> float:
+        """Return what a round's reading takes on average."""
+        return self._seconds if self.goes_on else 0.0
+
+    @property
+    def ready(self) -> float:
+        """Return the share of requests that have drafts meanwhile."""
+        return self._ready if self.goes_on else 1.0
+
+    def round(self, comes: bool) -> None:
+        """Count a round, in which new texts came or not."""
+        self._rounds += 1 if comes else -1
+        self.goes_on = self._rounds > 0 if self.goes_on else self._rounds >= self._MOST
+        self._rounds = min(max(0, self._rounds), self._MOST)
+
+    def drafted(self, *, seconds: float, ready: float) -> None:
+        """Note a round of the drafter, in the averages of its last ones."""
+        self._seconds += (seconds - self._seconds) / 32
+        self._ready += (ready - self._ready) / 32
+
+
 class Estimates:
     def __init__(self, drafters: Mapping[str, Drafter], *, max_window: int, table: CostTable | None = None) -> None:
         self.acceptance = {name: AcceptanceModel(max_window=max_window) for name in drafters}
@@ -26,6 +60,7 @@ class Estimates:
         """Of a draft's own tokens in a tree, where all earlier drafts were wrong. The prior is hopeful."""
         self.costs = OnlineCosts(table)
         self.counts: dict[str, Counts] = {name: Counts() for name in (OFF, *drafters)}
+        self.reading = {name: Reading() for name in drafters}
         self._drafts_first = {name: drafter.drafts_first for name, drafter in drafters.items()}
         self._was_plain = False
 

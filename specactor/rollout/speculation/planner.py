@@ -69,8 +69,11 @@ class Planner:
         found: dict[str, Option] = {}
         for name, model in self._acceptance.items():
             if name in self._drafter_set.there:
-                choice = of_drafter(name, model, self._costs, sequences, caps, drafts.get(name), windows=self._windows)
-                found[name] = self._option(name, choice)
+                reading, costs = self._estimates.reading[name], self._costs
+                choice = of_drafter(
+                    *(name, model, costs, sequences, caps, drafts.get(name)), windows=self._windows, ready=reading.ready
+                )
+                found[name] = replace(self._option(name, choice), reading_s=reading.seconds)
         plain_s = self._costs.plain_s(requests)
         for name, option in found.items():
             if self._drafter_set.drafters[name].drafts_ahead:
@@ -104,7 +107,7 @@ class Planner:
             windows=windows,
             depth=max(caps),
             drafts=[draft[:w] for draft, w in zip(drafts.get(kind, [[]] * len(windows)), windows, strict=True)],
-            predicted_s=choice.round_s / option.factor,
+            predicted_s=option.choice.round_s,
             kind=kind,
         )
         if option.verified is not None:
@@ -155,12 +158,14 @@ class Planner:
         for name in later:
             later_s = costs.draft_s(name, requests)
             draft_W = np.array([max(spent_s, later_s(window)) for window in range(1, most + 1)])
-            survival_BW = reaching(self._acceptance[name].survivals(ids, covered=False), caps)
+            reading = self._estimates.reading[name]
+            survival_BW = reaching(self._acceptance[name].survivals(ids, covered=False) * reading.ready, caps)
             both, reach = {**own, name: survival_BW}, {**lengths, name: list(caps)}
             owners = self.owners.of(ids, both, {**seconds, name: verify_W + draft_W})
             if 0 < owners.count(name) < requests:  # one drafter for all is an option of its own
                 kind = f"{PER_REQUEST} with {name}"
-                found[kind] = self._per_request(kind, owners, both, drafts, reach, spent_s, late=name)
+                option = self._per_request(kind, owners, both, drafts, reach, spent_s, late=name)
+                found[kind] = replace(option, reading_s=reading.seconds)
         if len(ready) < 2:
             return found
         owners = self.owners.of(ids, own, seconds)
@@ -302,15 +307,21 @@ def of_drafter(
     drafts: Sequence[Sequence[int]] | None,
     *,
     windows: Callable[..., Choice] = best_windows,
+    ready: float = 1.0,
 ) -> Choice:
-    """Return one drafter's best windows; `drafts`: if they are there already."""
+    """Return one drafter's best windows.
+
+    Args:
+        drafts: if they are there already.
+        ready: share of requests for which it will have drafts, if they are not.
+    """
     requests = len(sequences)
     lengths = caps if drafts is None else [len(draft) for draft in drafts]
     draft_s = costs.draft_s(name, requests)
     if drafts is not None:
         spent_s = draft_s(max(caps))
         draft_s = lambda depth: spent_s  # noqa: E731
-    survival_BW = model.survivals([s.request_id for s in sequences], covered=drafts is not None)
+    survival_BW = model.survivals([s.request_id for s in sequences], covered=drafts is not None) * ready
     verify_N1 = costs.verify_curve(requests, requests * (1 + model.max_window))
     return windows(survival_BW, lengths, verify_N1=verify_N1, draft_s=draft_s)
 

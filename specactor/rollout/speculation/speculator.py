@@ -51,8 +51,7 @@ class Speculator:
         self._is_steady = False
         """Whether drafters have nothing to catch up with, so that the round's seconds are usual ones."""
         self._decision = Decision(drafter=OFF, windows=[], drafts=[])
-        self._reading = dict.fromkeys(self.drafters, 0)
-        """Rounds in which a drafter read texts, less those in which it drafted and did not."""
+        self._came = False  # whether requests came since the last round
 
     @property
     def costs(self) -> OnlineCosts:
@@ -60,6 +59,7 @@ class Speculator:
 
     def open(self, sequence: DraftSequence) -> None:
         self.drafter_set.open(sequence)
+        self._came = True
         self._back_off.requests_came()
 
     def close(self, sequence: DraftSequence) -> None:
@@ -132,6 +132,7 @@ class Speculator:
             self._is_behind = True
         if self._may_rest():
             self._back_off.count_round(requests)
+        self._count_arrivals()
         self._decision = self._plain(requests)
         self.estimates.plain_round(requests, round_s=round_s, predicted_s=self._decision.predicted_s)
 
@@ -141,27 +142,36 @@ class Speculator:
         self.drafter_set.tell(sequences)
         drafts = self.drafter_set.draft(drafter, sequences, windows)
         if self._decision.together:
-            read_up = self._read_in_a_burst(drafter)
+            read_up = self.drafters[drafter].read_up
             self._is_steady &= not read_up
             self._decision.drafts = drafts
             self._decision.to_draft = [
                 0 if i in read_up and not drafts[i] else window for i, window in enumerate(windows)
             ]
-            self._decision.draft_s += self._clock() - started
+            draft_s = self._clock() - started
+            self._decision.draft_s += draft_s
+            self._count_reading(drafter, windows, draft_s=draft_s, reads=bool(read_up))
         return drafts
 
-    def _read_in_a_burst(self, drafter: str) -> Collection[int]:
-        """Return `read_up` of a drafter that has just drafted; empty if it reads all the time, which then counts."""
-        read_up = self.drafters[drafter].read_up
-        # A draft model reads 4096 tokens in a round, in 256 a full KV pool of a million: no burst has more. A round
-        # without makes up for one: what fewer than half of the rounds have moves no median of seconds.
-        most = 256
-        self._reading[drafter] = min(max(0, self._reading[drafter] + (1 if read_up else -1)), most)
-        return read_up if self._reading[drafter] < most else ()
+    def _count_reading(self, drafter: str, windows: Sequence[int], *, draft_s: float, reads: bool) -> None:
+        asked, ready = sum(map(bool, windows)), sum(map(bool, self._decision.to_draft))
+        reading = self.estimates.reading[drafter]
+        reading.round(reads)
+        if self.costs.table is not None and asked:
+            usual_s = self.costs.draft_s(drafter, asked)(max(windows))
+            reading.drafted(seconds=max(0.0, draft_s - usual_s) if reads else 0.0, ready=ready / asked)
+
+    def _count_arrivals(self, drafter: str = OFF) -> None:
+        # What others than this drafter would have read is known by the requests that came.
+        for name, reading in self.estimates.reading.items():
+            if name != drafter:
+                reading.round(self._came)
+        self._came = False
 
     def learn(self, sequences: Sequence[DraftSequence], accepted: Sequence[Sequence[int]], *, round_s: float) -> None:
         """Learn from the last `decide`: accepted tokens per request, seconds of the whole round."""
         decision = self._decision
+        self._count_arrivals(decision.drafter if decision.together else OFF)
         self.estimates.round(decision, sequences, accepted, round_s=round_s, is_steady=self._is_steady)
         if any(accepted):
             self._back_off.paid()

@@ -38,6 +38,7 @@ class Choice:
 class Option:
     choice: Choice
     factor: float = 1.0  # measured over predicted seconds of such rounds
+    reading_s: float = 0.0  # what its drafter reads of new texts in such a round, where they come all the time
     usual: float = 0.0
     """Tokens per second of such rounds on average, where drafts that are missing come in the next round."""
     verified: Callable[[Sequence[int]], Drafts] | None = None
@@ -45,7 +46,7 @@ class Option:
 
     @property
     def round_s(self) -> float:
-        return self.choice.round_s * self.factor
+        return self.choice.round_s * self.factor + self.reading_s
 
     @property
     def tokens_per_s(self) -> float:

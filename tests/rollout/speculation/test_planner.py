@@ -177,9 +177,10 @@ class Streaming(Certain):
 @pytest.mark.parametrize("beside", [[], [Partial("even", 0)]], ids=["alone", "beside another"])
 @pytest.mark.parametrize(("read_s", "ready"), [(0.003, 1), (0.05, 7)], ids=["few have drafts", "reading takes long"])
 def test_a_drafter_that_reads_in_every_round_is_left(beside: list[Drafter], read_s: float, ready: int) -> None:
-    """A burst is excused, a steady stream of new requests is not."""
+    """A burst is excused, a steady stream of new requests is not, as long as it lasts."""
     reading = Streaming(read_s=read_s, ready=ready)
     world = reading.world = World(auto(), *beside, reading, requests=8, row_s=1e-5)
+    world.requests_come = True
     assert world.play(200) < 0.8 * world.plain_speed() or beside
     world.play(400)
     world.speculator.report()
@@ -187,6 +188,11 @@ def test_a_drafter_that_reads_in_every_round_is_left(beside: list[Drafter], read
     counts = world.speculator.report()
     assert counts["late"].rounds <= 20
     assert not beside or counts["even"].rounds > 100
+    world.requests_come, reading.every = False, 10**6
+    world.play(300)
+    world.speculator.report()
+    assert world.play(100) > 2 * world.plain_speed()
+    assert world.speculator.report()["late"].rounds == 100
 
 
 def test_a_drafter_that_reads_in_few_rounds_stays() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from specactor.config import SpeculationConfig
 from specactor.rollout.speculation.acceptance import AcceptanceModel
@@ -51,6 +52,8 @@ class World:
         self.row_s = row_s
         self.max_branches = max_branches
         self.promised = 0
+        self.requests_come = False
+        """Whether another request takes a place of one in every round."""
         self.look_s = 0.0
         """Between two looks at the clock."""
         self.speculator = Speculator(config, drafters, clock=self.clock)
@@ -66,6 +69,11 @@ class World:
         """Tokens per second."""
         started, tokens = self.now, 0
         for _ in range(rounds):
+            if self.requests_come:
+                ended = self.sequences.pop(0)
+                self.speculator.close(ended)
+                self.sequences.append(replace(ended, request_id=f"{int(ended.request_id) + 100}", output_ids=[]))
+                self.speculator.open(self.sequences[-1])
             decision = self.speculator.decide(
                 self.sequences, [100] * len(self.sequences), max_branches=self.max_branches
             )
