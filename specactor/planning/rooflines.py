@@ -16,7 +16,6 @@ from specactor.planning.model_shapes import TransformerShape
 from specactor.planning.plans import Candidates, DrafterEngine, DrafterOption, Footprint, VerifierOption
 from specactor.rollout.speculation.costs import CostTable, Grid
 
-LOGIT_BYTES = 4
 PLAIN_BUCKETS = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, 8193, 32))
 WINDOW_BUCKETS = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8), *range(272, 8193, 16))
 # Nodes of a table, 1 to 2048. Those after a power of two show the step to the next bucket.
@@ -61,7 +60,8 @@ class Roofline:
             attended, 4.0 * rows * self.context * shape.heads * shape.head_dim, share=self.attained.attention
         )
         layer = max(layer, self.attained.kernel_s * self.attained.kernels_per_layer) + 2 * self._all_reduce(rows)
-        output = self._matmul(shape.head_params, rows) + self._longer(2.0 * LOGIT_BYTES * rows * shape.vocab, 0.0)
+        # Each logit is written and read, 4 bytes.
+        output = self._matmul(shape.head_params, rows) + self._longer(8.0 * rows * shape.vocab, 0.0)
         return shape.layers * layer + output + self.attained.launch_s
 
     def _matmul(self, params: int, rows: float) -> float:

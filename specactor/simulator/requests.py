@@ -220,8 +220,6 @@ def _verify_s(table: CostTable, requests: int, drafted_B: Floats) -> float:
     return table.verify_s(requests, requests + drafted) if drafted > 0 else table.plain_s(requests)
 
 
-ROUNDS_FOUND, SETTLED = 4, 0.01  # longer rounds have more rows, which make them longer: both are found anew, so often
-ALIKE = 4  # groups of requests of about equal acceptance, each of which has one share
 STEPS_PER_TOKEN, STEPS_PER_RATE = 8, 50
 """How finely tokens of a round and acceptances are told apart where what is there is kept for the next time."""
 
@@ -234,14 +232,15 @@ def _shares_there(
     window = int(window_B[ahead_B].max())
     share_BW = np.ones((requests, width))
     ahead = np.flatnonzero(ahead_B)
-    groups = np.array_split(ahead[survival_BW[ahead, 0].argsort(kind="stable")], min(ALIKE, len(ahead)))
+    # Requests of about equal acceptance have one share.
+    groups = np.array_split(ahead[survival_BW[ahead, 0].argsort(kind="stable")], min(4, len(ahead)))
     step_BW = survival_BW.copy()
     step_BW[:, 1:] /= np.maximum(survival_BW[:, :-1], 1e-12)
     keys = [tuple(np.round(step_BW[group].mean(axis=0) * STEPS_PER_RATE).astype(int).tolist()) for group in groups]
     drafted_B, round_s = np.where(ahead_B, 0, window_B).astype(np.float64), 0.0
-    for _ in range(ROUNDS_FOUND if window else 0):
+    for _ in range(4 if window else 0):  # longer rounds have more rows, which make them longer: both are found anew
         before_s, round_s = round_s, _verify_s(table, requests, drafted_B) + more_s
-        if abs(round_s - before_s) <= SETTLED * round_s:
+        if abs(round_s - before_s) <= 0.01 * round_s:
             break
         drafted, afresh = (round(STEPS_PER_TOKEN * tokens) for tokens in remote.drafted(round_s, window))
         for key, group in zip(keys, groups, strict=True):

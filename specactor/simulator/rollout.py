@@ -35,8 +35,6 @@ from specactor.simulator.requests import (
 )
 from specactor.types import RolloutRequest, SamplingParams
 
-DONE = 1e-6  # rounds short of its end at which a request has finished
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
@@ -173,7 +171,7 @@ class Rollout:
     def _turn(self, engine: Engine, now: float) -> None:
         engine.settle(now, self.progress)
         if engine.round is not None and len(engine.running):
-            gone_B = self.progress.rounds_left(engine.running, engine.round) <= DONE
+            gone_B = self.progress.rounds_left(engine.running, engine.round) <= 1e-6  # rounds: they add up with errors
             if gone_B.any():
                 engine.lucky(self.progress.finish(engine.running[gone_B]))
                 self._finished(engine, engine.remove(gone_B), now)

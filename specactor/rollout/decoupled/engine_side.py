@@ -36,7 +36,7 @@ class Request:
 @dataclass(slots=True)
 class Peer:
     out: protocol.Numbering
-    session: int = protocol.NO_SESSION  # of the incarnation that was heard last
+    session: int = 0  # of the incarnation that was heard last; 0: of none
     frame: int = 0
     live: bool = False
     asked_s: float | None = None  # since when a beat is unanswered

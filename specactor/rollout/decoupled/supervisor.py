@@ -30,7 +30,6 @@ from specactor.rollout.decoupled.spec import (
 if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights
 
-_LOOK_EVERY_S = 0.005
 # silence until a sign of life is asked for, and until it counts as silent: reading prompts takes seconds
 SIGN_EVERY_S = 5.0
 
@@ -107,7 +106,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         while self.alive and self._is_silent():  # it has not woken yet
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(0.005)
         self.leaving = False
         if not self.alive:
             return True

@@ -35,7 +35,6 @@ from specactor.rollout.speculation.windows import (
     whole_drafts,
 )
 
-ENTRY_MARGIN = 0.05  # share by which drafting must be faster to begin: predictions err, and drafters have to catch up
 MARGIN = 0.1
 """Tokens per round by which another drafter must promise more before a request changes; a share while there is no
 pace."""
@@ -85,9 +84,10 @@ class Planner:
         return found
 
     def choose(self, options: Mapping[str, Option], requests: int) -> Choice:
-        """Return the fastest option, or plain decoding; to begin, drafting must be faster by `ENTRY_MARGIN`."""
+        """Return the fastest option, or plain decoding; to begin, drafting must be 5 % faster."""
         plain_s = self._costs.plain_s(requests) if self.may_stop or not options else float("inf")
-        margin = ENTRY_MARGIN if self.current == OFF else CHANGE_MARGIN
+        # To begin takes more: predictions err, and drafters have to catch up.
+        margin = 0.05 if self.current == OFF else CHANGE_MARGIN
         choice = choose(options, requests=requests, plain_s=plain_s, current=self.current, margin=margin)
         promising = choice.drafter in options and options[choice.drafter].usual > 0
         if self.may_stop and not any(choice.windows) and not promising:
