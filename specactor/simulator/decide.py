@@ -18,7 +18,7 @@ from specactor.rollout.speculation.costs import OnlineCosts
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.planner import of_drafter
 from specactor.rollout.speculation.windows import OFF as NO_DRAFTER
-from specactor.rollout.speculation.windows import Choice, Option, choose
+from specactor.rollout.speculation.windows import Choice, choose
 from specactor.simulator.requests import COUPLED, DECOUPLED, MODES, OFF, Ints, Remote, round_of
 
 SimulatedMode = Literal["off", "coupled", "decoupled", "auto"]
@@ -109,22 +109,21 @@ class Decider:
             return _same(plan.mode, plan.drafter, plan.window, requests)
         caps = [self.policy.max_window] * requests
         options = {
-            name: Option(
-                choice=of_drafter(name, self.acceptance[name], self.costs, sequences, caps, None),
-                factor=self.costs.correction.factor(name),
+            name: of_drafter(name, self.acceptance[name], self.costs, sequences, caps, None).corrected(
+                self.costs.correction.factor(name)
             )
             for name in self.local
             if (most := self.fits.get(name)) is None or requests <= most
         }
         if self.remote is not None:
             choice = self._ahead(sequences, replace(self.remote, served=max(served, 1.0)))
-            options[AHEAD] = Option(choice=choice, factor=self.costs.correction.factor(AHEAD))
+            options[AHEAD] = choice.corrected(self.costs.correction.factor(AHEAD))
         chosen = choose(options, requests=requests, plain_s=self.costs.plain_s(requests), current=self._current)
         self._current = chosen.drafter
         if not any(chosen.windows):
             factor = self.costs.correction.factor(NO_DRAFTER)
             return replace(_same("off", NO_DRAFTER, 0, requests), predicted_s=self.costs.plain_s(requests) / factor)
-        uncorrected_s = chosen.round_s / options[chosen.drafter].factor
+        uncorrected_s = chosen.round_s / chosen.factor
         window_B = np.array(chosen.windows, np.int64)
         if chosen.drafter == AHEAD:
             mode_B, drafter = np.where(window_B > 0, DECOUPLED, OFF), self.plan.drafter
