@@ -116,9 +116,7 @@ def figures(of: Run) -> dict[str, Any]:
         "rollout_tokens_per_s": of.tokens / of.rollout_s,
         "idle": of.idle,
         "steps": [
-            {name: getattr(step, name) for name in PHASES}
-            | {name: getattr(step.outcome, name) for name in COUNTS}
-            | {"dry_engines_drafting": step.outcome.helpers}
+            {name: getattr(step, name) for name in PHASES} | {name: getattr(step.outcome, name) for name in COUNTS}
             for step in of.steps
         ],
     }

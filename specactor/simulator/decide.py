@@ -33,7 +33,6 @@ class Policy:
     max_window: int = 8
     placement: Mode | Literal[""] = ""  # mode auto: begin with the best plan of that mode; empty: of any
     reconfigure: bool = True  # mode auto: windows and modes of requests follow what is seen of their acceptance
-    fastest: bool = True  # mode auto: engines that ran dry draft for the others
 
 
 def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
@@ -76,28 +75,23 @@ class Decider:
         survivals: Mapping[str, Sequence[float]],
     ) -> None:
         """Believe `survivals` until drafters are seen; `fits`: requests beside which each fits here, None: any."""
-        self.fits, self.survivals = fits, survivals
+        self.fits = fits
         self.plan, self.policy, self.believed, self.remote = plan, policy, believed, remote
         self.costs = OnlineCosts(believed.costs)
         self.local = tuple(sorted(believed.costs.drafters))
         names = {*self.local, *([plan.drafter] if plan.window else [])}
-        self.acceptance: dict[str, AcceptanceModel] = {}
-        for name in sorted(names):
-            self.model(name)
+        self.acceptance = {name: self._model(survivals[name]) for name in sorted(names)}
         self._current = NO_DRAFTER
 
     @property
     def adapts(self) -> bool:
         return self.policy.mode == "auto" and self.policy.reconfigure
 
-    def model(self, method: str) -> AcceptanceModel:
-        if method not in self.acceptance:
-            first, second = [*self.survivals[method], 0.0][:2]  # acceptance a_1, and a_1 * a_2
-            decay = min(1.0, max(0.01, second / max(first, 0.01) ** 2))
-            self.acceptance[method] = AcceptanceModel(
-                max_window=self.policy.max_window, prior_rate=min(max(first, 0.01), 0.99), prior_decay=decay
-            )
-        return self.acceptance[method]
+    def _model(self, survival: Sequence[float]) -> AcceptanceModel:
+        first, second = [*survival, 0.0][:2]  # acceptance a_1, and a_1 * a_2
+        decay = min(1.0, max(0.01, second / max(first, 0.01) ** 2))
+        rate = min(max(first, 0.01), 0.99)
+        return AcceptanceModel(max_window=self.policy.max_window, prior_rate=rate, prior_decay=decay)
 
     def decide(self, sequences: Sequence[DraftSequence], served: float) -> Decision:
         requests = len(sequences)
@@ -146,7 +140,7 @@ class Decider:
 
     def saw(self, method: str, request_ids: Sequence[str], *, asked: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from one round's verifies, of different requests."""
-        self.model(method).observe_all(request_ids, asked, accepted, asked=asked)
+        self.acceptance[method].observe_all(request_ids, asked, accepted, asked=asked)
 
     def took(self, decision: Decision, *, requests: int, seconds: float, rounds: int) -> None:
         if self.adapts and decision.predicted_s > 0:
