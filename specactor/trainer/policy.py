@@ -18,7 +18,7 @@ from specactor.cpu import megatron as cpu_platform
 from specactor.errors import SpecActorError
 from specactor.parallel.layout import Layout
 from specactor.trainer import model
-from specactor.trainer.critic import Critic, CriticStats
+from specactor.trainer.critic import Critic
 from specactor.trainer.drafter.recorder import Recorder
 from specactor.trainer.losses import token_weights
 from specactor.trainer.microbatch import Estimate, MicroBatch, items_of
@@ -65,7 +65,7 @@ class TrainStats:
     num_microbatches: int
     learning_rate: float
     mtp_loss: float | None = None  # None without an MTP layer
-    critic: CriticStats | None = None
+    critic: dict[str, float] | None = None  # metrics of a critic
 
     def numbers(self) -> dict[str, float]:
         """Return all that are not None; the critic's begin with ``critic_``."""
@@ -130,7 +130,7 @@ class PolicyTrainer(ModelTrainer):
         _check_finite(total.loss, grad_norm)
         of_critic = self.critic.stats(estimates, learned) if self.critic is not None else None
         if of_critic is not None:
-            _check_finite(of_critic.loss, of_critic.grad_norm)
+            _check_finite(of_critic["loss"], of_critic["grad_norm"])
         return TrainStats(
             grad_norm=grad_norm,
             num_microbatches=num_microbatches,
