@@ -247,10 +247,6 @@ class Rollout:
         )
 
 
-PROMPT_TOKENS = 512  # of a request; trained on too
-REFRESH_DEVICE_S = 512.0  # device-seconds of distilling the drafter
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
     devices: int
@@ -322,12 +318,12 @@ def run(job: Job) -> Run:
             seed=(job.seed, k),
             plan=plan,
         )
-        tokens = outcome.tokens + len(outcome.lengths) * PROMPT_TOKENS
+        tokens = outcome.tokens + len(outcome.lengths) * 512  # of a prompt, which is trained on, too
         step = Step(
             rollout_s=outcome.seconds,
             train_s=tokens / (job.train_tokens_per_s * job.devices),
             sync_s=2.0,
-            refresh_s=REFRESH_DEVICE_S / job.devices if job.refresh else 0.0,
+            refresh_s=512.0 / job.devices if job.refresh else 0.0,
             outcome=outcome,
         )
         steps.append(step)

@@ -18,7 +18,6 @@ from specactor.rollout.child_process import ChildDied, ChildProcess
 from specactor.rollout.decoupled.spec import (
     FROM_DRAFTER,
     Ask,
-    AskWork,
     DrafterSpec,
     FromDrafter,
     Start,
@@ -76,7 +75,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
 
     def work(self, *, trace: bool, timeout_s: float = 5.0) -> Work | None:
         """Return its `DrafterLoop.work`, None if too late: a batch that reads many prompts can take seconds."""
-        work = self._ask(AskWork(trace=trace), Work, timeout_s)
+        work = self._ask(Ask("work", trace=trace), Work, timeout_s)
         return work if isinstance(work, Work) else None
 
     def renew(self, weights: DraftWeights, *, timeout_s: float) -> str:
