@@ -41,10 +41,6 @@ cpu_platform.install()
 from megatron.core import parallel_state  # noqa: E402
 
 
-class TrainingDiverged(SpecActorError):  # noqa: N818
-    """A loss or gradient that is not finite."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainStats:
     """Of one step; `specactor.metrics` says what those mean that are logged. nan: there was nothing to compare."""
@@ -101,7 +97,8 @@ class PolicyTrainer(ModelTrainer):
         self, sequences: Sequence[TrainSequence], *, learning_rate: float, recorder: Recorder | None = None
     ) -> TrainStats:
         """Learn from one RL step, in ``train.updates_per_step`` updates. Collective: all ranks pass all sequences, one
-        the tokens. Raises DataError for an update without response tokens, TrainingDiverged."""
+        the tokens. Raises DataError for an update without response tokens, SpecActorError for a loss or
+        gradient that is not finite."""
         objective: Objective = self._objective if recorder is None else recorder.around(self._objective)
         if self._replay is not None:
             self._replay.check(sequences)
@@ -239,7 +236,7 @@ def _means(total: Sums, num_updates: int) -> dict[str, Any]:
 
 def _check_finite(loss: float, grad_norm: float) -> None:
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise TrainingDiverged(
+        raise SpecActorError(
             f"train_step: got loss {loss} and gradient norm {grad_norm}, expected finite numbers. The weights are "
             "no longer usable: resume from the last checkpoint with a lower --train.learning-rate or --train.grad-clip."
         )
