@@ -195,7 +195,6 @@ BUILT_IN: dict[str, Verifier] = {
 IN_PROCESS = ("exact", "number")
 
 
-ATTEMPTS = 4  # of a server that fails at a response; one that is away is asked until the verifier's time is over
 AWAY = (429, 502, 503, 504)  # busy, or what a proxy says of a server that is started again
 MAX_BYTES = 1 << 20  # of an answer that are read
 PAUSE_S = 0.5  # before the second attempt; it doubles every further time
@@ -273,8 +272,9 @@ def remote_verifier(url: str, timeout_s: float | None = None) -> Callable[[str, 
                 ) as error:
                     status = error.status if isinstance(error, aiohttp.ClientResponseError) else None
                     if status not in AWAY and not isinstance(error, aiohttp.ClientConnectorError):
-                        failed += 1  # the response itself may end the server
-                        if failed == ATTEMPTS or (status is not None and status < 500):
+                        # The response itself may end the server. One that is away is asked until time is over.
+                        failed += 1
+                        if failed == 4 or (status is not None and status < 500):
                             raise
                     await pause(attempt, deadline, error)
 

@@ -64,16 +64,17 @@ class Planner:
         max_branches: int = 0,
     ) -> dict[str, Choice]:
         requests = len(sequences)
+        plain_s = self._costs.plain_s(requests)
         found: dict[str, Choice] = {}
         for name, model in self._acceptance.items():
-            if name in self._drafter_set.there:
-                choice = of_drafter(name, model, self._costs, sequences, caps, drafts.get(name), windows=self._windows)
-                found[name] = choice.corrected(self._costs.correction.factor(name))
-        plain_s = self._costs.plain_s(requests)
-        for name, option in found.items():
+            if name not in self._drafter_set.there:
+                continue
+            choice = of_drafter(name, model, self._costs, sequences, caps, drafts.get(name), windows=self._windows)
+            choice = choice.corrected(self._costs.correction.factor(name))
             if self._drafter_set.drafters[name].drafts_ahead:
-                gain = self.usual_gain(name, tokens=option.emitted / requests, rounds=option.round_s / plain_s)
-                found[name] = replace(option, usual=gain * requests / plain_s)
+                gain = self.usual_gain(name, tokens=choice.emitted / requests, rounds=choice.round_s / plain_s)
+                choice = replace(choice, usual=gain * requests / plain_s)
+            found[name] = choice
         ready = [name for name, lists in drafts.items() if any(lists)]
         later = [name for name in found if not self._drafter_set.drafters[name].drafts_first] if requests > 1 else []
         goes_further = self._config.fastest_of > 1 and self.may_stop
