@@ -212,8 +212,8 @@ unless it is refreshed; rollouts over plain:
 - Every row of a verification reads its request's keys, as ours does ([plans](paper_plans.md)); a GPU's cache may spare
   some of that. An earlier page assumed that keys are read once.
 - `auto` is below plain decoding in one setting, by 1 %; a fixed window of 4 is in all rows but one.
-- Shared noise helps; its effect on acceptance (1 / 0.75) was assumed. Reconfiguration adds up to 5 %, refreshing at
-  most 1 %; of one seed, so 1 or 2 % may be nothing.
+- Shared noise helps; its effect on acceptance (1 / 0.75) was assumed. Reconfiguration adds up to 5 %, refreshing 2 %;
+  of one seed, so 1 or 2 % may be nothing.
 - A fixed decoupled plan beats `auto` in three rows. With 30 ms more per round by 4 %: `auto` makes the engines fastest,
   so requests end 4 % earlier on average, and lets a long one with bad drafts wait for rounds that others make longer
   (a test). With 8 ms more per draft step by 3 %: the plan helps the last requests alone, and on average they end 9 %
