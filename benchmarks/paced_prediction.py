@@ -29,7 +29,7 @@ WINDOWS = (2, 4, 8)  # over which a request's luck is averaged
 MESSAGES_S = 1e-3  # from an engine to its drafter and back, on this machine
 POLICIES = {
     "off": Policy(mode="off", max_window=MAX_WINDOW),
-    "coupled": Policy(mode="auto", placement="coupled", fastest=False, max_window=MAX_WINDOW),
+    "coupled": Policy(mode="auto", placement="coupled", max_window=MAX_WINDOW),
     "decoupled": Policy(mode="decoupled", max_window=MAX_WINDOW),
 }
 

@@ -18,7 +18,7 @@ from benchmarks.paper_algorithms import PaperCosts, PaperPlan, plan, tgs_coupled
 from benchmarks.results import RESULTS, Result, publish
 from specactor.planning.model_shapes import SHAPES
 from specactor.planning.plans import Candidates, Cluster, Mode, RolloutPlan, coupled_tokens, ready
-from specactor.planning.rooflines import DEVICES, Attained, device, from_figures
+from specactor.planning.rooflines import DEVICES, device, from_figures
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
@@ -224,12 +224,12 @@ def inputs() -> str:
         for d in DEVICES.values()
         if d.name in ("H100", "H20")
     )
-    share = Attained()
+    of = device("H100")
     return (
-        f"{peaks}. Attained: {share.matmul:.0%} of FLOP/s in matrix products, {share.weights:.0%} of bandwidth reading "
-        f"weights, {share.attention:.0%} reading keys and values, {share.link:.0%} of the link; an all-reduce takes "
-        f"{1e6 * share.all_reduce_s:g} us at least, a kernel {1e6 * share.kernel_s:g} us. Messages between drafters "
-        "and verifiers take 100 us; sources: `specactor/planning/rooflines.py` "
+        f"{peaks}. Attained: {of.matmul_share:.0%} of FLOP/s in matrix products, {of.weights_share:.0%} of bandwidth "
+        f"reading weights, {of.attention_share:.0%} reading keys and values, {of.link_share:.0%} of the link; an "
+        f"all-reduce takes {1e6 * of.all_reduce_s:g} us at least, a kernel {1e6 * of.kernel_s:g} us. Messages between "
+        "drafters and verifiers take 100 us; sources: `specactor/planning/rooflines.py` "
         "and `model_shapes.py`."
     )
 

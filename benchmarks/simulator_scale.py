@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"Qwen2.5-32B on engines of 4 H100 by published figures, two draft models, requests in "
                 f"groups of {GROUP}, log-normal lengths with a median of {LENGTHS.median:,.0f} tokens, cut at "
                 f"{LENGTHS.longest:,}. Processor seconds of one rollout, one thread: `search` finds the plan; `off` "
-                "and `auto` (with reconfiguration and fastest-of-N) simulate it."
+                "and `auto` (with reconfiguration) simulate it."
             ),
             columns=COLUMNS,
             rows=rows,

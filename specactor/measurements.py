@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
@@ -79,7 +78,7 @@ def of_step(
         "agreement/logprob_gap_share": stats.logprob_gap_share,
         "correction/effective_share": stats.effective_share,
         "correction/cut_fraction": stats.cut_fraction,
-        **({f"critic/{name}": value for name, value in asdict(stats.critic).items()} if stats.critic else {}),
+        **({f"critic/{name}": value for name, value in (stats.critic or {}).items()}),
         "rollout/tokens": sum(t.num_sampled for t in trajectories),
         "rollout/responses": len(lengths),
         **({"rollout/expert_bytes": experts} if (experts := sum(map(_expert_bytes, trajectories))) else {}),

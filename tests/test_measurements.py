@@ -54,14 +54,7 @@ STATS = SimpleNamespace(  # a TrainStats; its module would bring Megatron into t
 )
 
 
-@dataclass
-class OfCritic:
-    """A CriticStats, as above."""
-
-    loss: float = 0.25
-    grad_norm: float = 3.0
-    explained_variance: float = 0.75
-    clip_fraction: float = 0.5
+OF_CRITIC = {"loss": 0.25, "grad_norm": 3.0, "explained_variance": 0.75, "clip_fraction": 0.5}
 
 
 @dataclass
@@ -108,7 +101,7 @@ def test_a_step_with_a_critic_an_mtp_layer_and_experts_by_hand() -> None:
     [one] = [group([Response(1), Response(3)], (1.0, 0.0), (1.0, 0.0))]
     first, second = (replace(t, routed_experts=b"1234") for t in one.trajectories)
     one = replace(one, trajectories=(first, replace(second, branches=(first,))))
-    stats = SimpleNamespace(**vars(STATS) | {"critic": OfCritic(), "mtp_loss": 1.5})
+    stats = SimpleNamespace(**vars(STATS) | {"critic": OF_CRITIC, "mtp_loss": 1.5})
     seen = measurements.of_step([one], [], stats, SyncReport(num_bytes=1, num_rounds=1, seconds=1.0), version=1)  # type: ignore[arg-type]
     assert set(seen) <= set(METRICS)
     assert (seen["critic/explained_variance"], seen["critic/loss"], seen["rollout/expert_bytes"]) == (0.75, 0.25, 12)

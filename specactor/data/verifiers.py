@@ -43,10 +43,7 @@ if TYPE_CHECKING:
 
 Verifier = Callable[[str, Problem], float]
 
-MATH_START_S = 60.0  # longest wait for a child; it takes about a second, all of it imports
-MATH_QUESTION_S = 5  # of one comparison; beyond it the answer does not count as equal
 MATH_MEMORY_BYTES = 4 * 2**30  # address space of the child
-MAX_NUMBER_LENGTH = 200  # characters of the longest text that is read as a number
 NUMBER = re.compile(r"([+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)(?:/([0-9]+))?")
 
 
@@ -169,7 +166,7 @@ def _same_number(response: str, problem: Problem) -> float:
 
 def _number(text: str) -> Fraction | None:
     """Return the exact value: 0.50, 1/2 and 5e-1 are equal, 0.333 and 1/3 are not."""
-    match = NUMBER.fullmatch(text.strip()) if len(text) <= MAX_NUMBER_LENGTH else None
+    match = NUMBER.fullmatch(text.strip()) if len(text) <= 200 else None  # longer ones take long, and are none
     if match is None:
         return None
     try:
@@ -198,9 +195,7 @@ BUILT_IN: dict[str, Verifier] = {
 IN_PROCESS = ("exact", "number")
 
 
-ATTEMPTS = 4  # of a server that fails at a response; one that is away is asked until the verifier's time is over
 AWAY = (429, 502, 503, 504)  # busy, or what a proxy says of a server that is started again
-AWAY_S = 60.0  # where the verifier has no time limit
 MAX_BYTES = 1 << 20  # of an answer that are read
 PAUSE_S = 0.5  # before the second attempt; it doubles every further time
 MAX_PAUSE_S = 5.0
@@ -241,7 +236,7 @@ def remote_verifier(url: str, timeout_s: float | None = None) -> Callable[[str, 
         good = False
     if not good:
         raise DataError(f"got {url!r}, expected the address of a verifier, as http://host:port/path. Correct it.")
-    limit_s = AWAY_S if timeout_s is None else timeout_s
+    limit_s = 60.0 if timeout_s is None else timeout_s
     is_away = False
 
     async def pause(attempt: int, deadline: float, error: Exception) -> None:
@@ -277,8 +272,9 @@ def remote_verifier(url: str, timeout_s: float | None = None) -> Callable[[str, 
                 ) as error:
                     status = error.status if isinstance(error, aiohttp.ClientResponseError) else None
                     if status not in AWAY and not isinstance(error, aiohttp.ClientConnectorError):
-                        failed += 1  # the response itself may end the server
-                        if failed == ATTEMPTS or (status is not None and status < 500):
+                        # The response itself may end the server. One that is away is asked until time is over.
+                        failed += 1
+                        if failed == 4 or (status is not None and status < 500):
                             raise
                     await pause(attempt, deadline, error)
 
@@ -289,7 +285,8 @@ class MathAnswers:
     """Asks math-verify, in bounded time, from any thread. Its own bound, a signal, works in main threads alone and
     cannot stop a long C call: a child runs it."""
 
-    def __init__(self, question_s: int = MATH_QUESTION_S) -> None:
+    def __init__(self, question_s: int = 5) -> None:
+        """`question_s`: of one comparison; beyond it the answer does not count as equal."""
         self._question_s = question_s
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -332,10 +329,10 @@ class MathAnswers:
         command = [sys.executable, "-m", "specactor.data.verifiers", str(self._question_s)]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._owner = os.getpid()
-        if not _read_line(self._child, MATH_START_S):
+        if not _read_line(self._child, 60.0):  # it takes about a second, all of it imports
             status = self._end_child()
             raise DataError(
-                f"math-verify: its process did not start within {MATH_START_S:.0f} s (status {status}). Install "
+                f"math-verify: its process did not start within 60 s (status {status}). Install "
                 "the package math-verify, or use the verifier exact or number."
             )
         return self._child

@@ -155,9 +155,6 @@ def _windows(token_s: Grid) -> Grid:
     return Grid(requests=token_s.requests, per_request=windows, seconds=seconds)
 
 
-SETTLED = 1e-4  # a round's seconds are found when they change by less than this share
-
-
 def coupled_tokens(survival: Sequence[float], window: int) -> float:
     return 1.0 + sum(survival[:window])
 
@@ -217,7 +214,7 @@ def running(survival: Sequence[float], window: int, pace: Pace) -> Running:
         drafted = round_s / pace.token_s
         windows_K = there(survival, window, drafted=drafted, afresh=afresh, most=pace.most)
         found_s = _mean_round_s(pace, windows_K)
-        if abs(found_s - round_s) <= SETTLED * round_s:
+        if abs(found_s - round_s) <= 1e-4 * round_s:
             break
         # Longer rounds have more rows, which make them longer: one is between those too short and those too long.
         low_s, high_s = (round_s, high_s) if found_s > round_s else (low_s, round_s)

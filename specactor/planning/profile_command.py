@@ -54,8 +54,6 @@ PASSES = 3
 ROUNDS_PER_PASS = 6
 """Full rounds of every cell, at least, where drafts are wrong. The first is not counted: a draft model sees the prompts
 in it, and all else is done for the first time."""
-CALL_S = 60.0
-TOKENS = 64  # of a response then, at most. Its first ones are generated before the process has read the prompt
 
 
 def run(config: Config, *, out: Path | None, limit_s: float, console: Console) -> Path:
@@ -283,7 +281,7 @@ def measure_once(
                 return None
             engine.generate(requests_of(config, cell.requests, sizes, _response(cell.drafter, cell.window)))
             on_cell(number * len(cells) + len(found) + of_window.index(cell) + 1)
-        rounds = msgspec.json.decode(engine.rank_call(ROUNDS, b"", timeout_s=CALL_S)[0], type=Rounds)
+        rounds = _rounds_of(engine)
         for cell in of_window:
             found[cell] = _seconds(cell, rounds)
     return found
@@ -293,7 +291,12 @@ def _configure(
     engine: Engine, config: RolloutConfig, *, mode: Literal["coupled", "decoupled"], drafter: str, window: int
 ) -> None:
     alone = replace(config.speculation, mode=mode, drafters=(drafter,), window=window, fastest_of=1, cost_table="")
-    engine.rank_call(CONFIGURE, msgspec.json.encode(alone), timeout_s=CALL_S)
+    engine.rank_call(CONFIGURE, msgspec.json.encode(alone), timeout_s=60.0)
+
+
+def _rounds_of(engine: Engine) -> Rounds:
+    """Return the engine's rounds since it was configured."""
+    return msgspec.json.decode(engine.rank_call(ROUNDS, b"", timeout_s=60.0)[0], type=Rounds)
 
 
 def _seconds(cell: Cell, rounds: Rounds) -> list[float]:
@@ -398,7 +401,8 @@ def _drafted(
     """Return (turns of the process, rounds of the engine)."""
     assert engine.ready is not None
     _configure(engine, config, mode="decoupled", drafter=METHOD, window=config.speculation.max_window)
-    tokens = min(TOKENS, sizes.longest_response(size, engine.ready.kv_tokens, config.speculation))
+    # The first tokens are generated before the process has read the prompt.
+    tokens = min(64, sizes.longest_response(size, engine.ready.kv_tokens, config.speculation))
     turns: list[Point] = []
     for _ in range(8):  # at most: mostly fewer are enough
         engine.generate(requests_of(config, size, sizes, tokens))
@@ -406,5 +410,4 @@ def _drafted(
         turns += work.turns if work is not None else []
         if is_late() or sum(n == size for n, _, _ in turns) >= SEEN:
             break
-    rounds = msgspec.json.decode(engine.rank_call(ROUNDS, b"", timeout_s=CALL_S)[0], type=Rounds)
-    return turns, rounds
+    return turns, _rounds_of(engine)

@@ -16,7 +16,6 @@ from specactor.planning.model_shapes import TransformerShape
 from specactor.planning.plans import Candidates, DrafterEngine, DrafterOption, Footprint, VerifierOption
 from specactor.rollout.speculation.costs import CostTable, Grid
 
-LOGIT_BYTES = 4
 PLAIN_BUCKETS = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, 8193, 32))
 WINDOW_BUCKETS = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8), *range(272, 8193, 16))
 # Nodes of a table, 1 to 2048. Those after a power of two show the step to the next bucket.
@@ -33,19 +32,17 @@ class Roofline:
         *,
         devices: int,
         context: int,
-        attained: Attained | None = None,
         keys_once: bool = False,
     ) -> None:
         """`context` is a mean of tokens in the KV cache; `keys_once` reads keys once per request, not per row."""
         assert 1 <= devices <= device.node_devices, f"{devices} of a node of {device.name}"
         assert context >= 0, context
         self.shape, self.device, self.devices, self.context = shape, device, devices, context
-        self.attained = attained or Attained()
         self.keys_once = keys_once
 
     @property
     def capacity_bytes(self) -> float:
-        return self.devices * self.device.memory_bytes * self.attained.memory
+        return self.devices * self.device.memory_bytes * self.device.memory_share
 
     def forward_s(self, requests: int, tokens: int = 1, *, buckets: Sequence[int] = PLAIN_BUCKETS) -> float:
         """Return seconds of a forward with `tokens` rows per request, rounded up to `buckets`: per part the longer of
@@ -58,11 +55,12 @@ class Roofline:
         layer = self._matmul(shape.attention_params + shape.mlp_params, rows)
         layer += self._experts(rows)
         layer += self._longer(
-            attended, 4.0 * rows * self.context * shape.heads * shape.head_dim, share=self.attained.attention
+            attended, 4.0 * rows * self.context * shape.heads * shape.head_dim, share=self.device.attention_share
         )
-        layer = max(layer, self.attained.kernel_s * self.attained.kernels_per_layer) + 2 * self._all_reduce(rows)
-        output = self._matmul(shape.head_params, rows) + self._longer(2.0 * LOGIT_BYTES * rows * shape.vocab, 0.0)
-        return shape.layers * layer + output + self.attained.launch_s
+        layer = max(layer, self.device.kernel_s * self.device.kernels_per_layer) + 2 * self._all_reduce(rows)
+        # Each logit is written and read, 4 bytes.
+        output = self._matmul(shape.head_params, rows) + self._longer(8.0 * rows * shape.vocab, 0.0)
+        return shape.layers * layer + output + self.device.launch_s
 
     def _matmul(self, params: int, rows: float) -> float:
         return self._longer(params * self.shape.param_bytes, 2.0 * params * rows)
@@ -72,15 +70,15 @@ class Roofline:
         return self._longer(read, 2.0 * rows * self.shape.experts_per_token * self.shape.expert_params)
 
     def _longer(self, num_bytes: float, operations: float, *, share: float | None = None) -> float:
-        moved = num_bytes / (self.device.memory_bytes_per_s * (self.attained.weights if share is None else share))
-        return max(moved, operations / (self.device.flops * self.attained.matmul)) / self.devices
+        moved = num_bytes / (self.device.memory_bytes_per_s * (self.device.weights_share if share is None else share))
+        return max(moved, operations / (self.device.flops * self.device.matmul_share)) / self.devices
 
     def _all_reduce(self, rows: float) -> float:
         if self.devices == 1:
             return 0.0
         num_bytes = rows * self.shape.hidden * self.shape.param_bytes
         ring = 2.0 * (self.devices - 1) / self.devices * num_bytes
-        return self.attained.all_reduce_s + ring / (self.device.link_bytes_per_s * self.attained.link)
+        return self.device.all_reduce_s + ring / (self.device.link_bytes_per_s * self.device.link_share)
 
 
 def draft_grid(roofline: Roofline, *, max_window: int, max_requests: int) -> Grid:
@@ -89,7 +87,7 @@ def draft_grid(roofline: Roofline, *, max_window: int, max_requests: int) -> Gri
     requests = _nodes(max_requests)
     g = roofline.devices
     parts = [
-        Roofline(roofline.shape, roofline.device, devices=d, context=roofline.context, attained=roofline.attained)
+        Roofline(roofline.shape, roofline.device, devices=d, context=roofline.context)
         for d in range(1, g + 1)
         if g % d == 0 and (d == 1 or roofline.shape.kv_heads % d == 0)
     ]
@@ -204,7 +202,7 @@ ML_ENGINEERING = "https://github.com/stas00/ml-engineering/blob/master/compute/a
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Peaks, as published."""
+    """A device: peaks, as published, and what is attained of them."""
 
     name: str
     flops: float  # bfloat16, dense, per second
@@ -214,18 +212,14 @@ class Device:
     node_devices: int = 8
     """Of one NVLink domain: HGX and DGX boards, https://chippub.substack.com/p/disassembling-nvidias-16t-network"""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Attained:
-    """Attained shares of the peaks, measured on H100 if nothing else is said."""
-
-    matmul: float = 0.80
+    # Shares of these that are attained, measured on H100 if nothing else is said.
+    matmul_share: float = 0.80
     """794.5 of 989 TFLOP/s (H100; B200: 1745 of 2250, .78), the best shape, ML_ENGINEERING. Ill-shaped matrices get
     less."""
-    weights: float = 0.84
+    weights_share: float = 0.84
     """2.8 of 3.35 TB/s, coalesced reads of matrices, https://mikamirai.com/blog/gpu-memory-bandwidth/"""
-    attention: float = 0.57  # 1.9 of 3.35 TB/s, keys and values in attention, the same page
-    link: float = 0.77
+    attention_share: float = 0.57  # 1.9 of 3.35 TB/s, keys and values in attention, the same page
+    link_share: float = 0.77
     """Bus bandwidth of a large all-reduce over NVLink's, https://waynehacking8.github.io/blog/nccl-nvlink-bandwidth/"""
     all_reduce_s: float = 5e-6
     """Of a small one among 2, 4 and 8 devices: 3.9, 3.7, 5.7 us for 4 KB, https://github.com/sgl-project/sglang/pull/2904"""
@@ -234,7 +228,7 @@ class Attained:
     https://github.com/pytorch/pytorch/issues/161104"""
     kernels_per_layer: int = 12  # counted: norms, projections, rotation, attention in two passes, activation; assumed
     launch_s: float = 8e-6  # of a captured graph, processor time, https://cuda.juliagpu.org/dev/usage/graphs/
-    memory: float = 0.90  # share for weights and KV; assumed, about SGLang's mem_fraction_static
+    memory_share: float = 0.90  # share for weights and KV; assumed, about SGLang's mem_fraction_static
 
 
 # Where a vendor gives a figure with sparsity, half of it stands here.

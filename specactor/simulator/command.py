@@ -20,7 +20,6 @@ from specactor.simulator.requests import Lengths, Method, World
 from specactor.simulator.rollout import Job, Run, run
 
 PROG = "specactor simulate"
-MOST_REQUESTS = 2048  # of one engine
 MFU = 0.35  # share of a device's operations per second that training attains. Assumed
 TRUTH = Method(rate=0.0, decay=0.98, spread=0.5, drift=0.01, staleness=0.05)
 """It says how acceptance is taken to differ by position, request, length and age."""
@@ -64,7 +63,7 @@ def parsed(argv: Sequence[str]) -> SimulateOptions:
 
 def jobs(options: SimulateOptions) -> dict[str, Job]:
     """Return a job per mode, on the same requests. Raises ConfigError, DataError and PlanError."""
-    found = candidates(options, max_requests=MOST_REQUESTS, processes=False)
+    found = candidates(options, max_requests=2048, processes=False)  # of one engine
     if options.cost_table and not options.train_tokens_per_s:
         raise ConfigError.at("train_tokens_per_s", 0, "> 0 with --cost-table", "Give what a device trains.")
     words = options.true_acceptance or options.acceptance
@@ -117,9 +116,7 @@ def figures(of: Run) -> dict[str, Any]:
         "rollout_tokens_per_s": of.tokens / of.rollout_s,
         "idle": of.idle,
         "steps": [
-            {name: getattr(step, name) for name in PHASES}
-            | {name: getattr(step.outcome, name) for name in COUNTS}
-            | {"dry_engines_drafting": step.outcome.helpers}
+            {name: getattr(step, name) for name in PHASES} | {name: getattr(step.outcome, name) for name in COUNTS}
             for step in of.steps
         ],
     }

@@ -18,7 +18,7 @@ from specactor.rollout.speculation.costs import OnlineCosts
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.planner import of_drafter
 from specactor.rollout.speculation.windows import OFF as NO_DRAFTER
-from specactor.rollout.speculation.windows import Choice, Option, choose
+from specactor.rollout.speculation.windows import Choice, choose
 from specactor.simulator.requests import COUPLED, DECOUPLED, MODES, OFF, Ints, Remote, round_of
 
 SimulatedMode = Literal["off", "coupled", "decoupled", "auto"]
@@ -33,7 +33,6 @@ class Policy:
     max_window: int = 8
     placement: Mode | Literal[""] = ""  # mode auto: begin with the best plan of that mode; empty: of any
     reconfigure: bool = True  # mode auto: windows and modes of requests follow what is seen of their acceptance
-    fastest: bool = True  # mode auto: engines that ran dry draft for the others
 
 
 def placed(cluster: Cluster, belief: Candidates, policy: Policy) -> RolloutPlan:
@@ -76,28 +75,23 @@ class Decider:
         survivals: Mapping[str, Sequence[float]],
     ) -> None:
         """Believe `survivals` until drafters are seen; `fits`: requests beside which each fits here, None: any."""
-        self.fits, self.survivals = fits, survivals
+        self.fits = fits
         self.plan, self.policy, self.believed, self.remote = plan, policy, believed, remote
         self.costs = OnlineCosts(believed.costs)
         self.local = tuple(sorted(believed.costs.drafters))
         names = {*self.local, *([plan.drafter] if plan.window else [])}
-        self.acceptance: dict[str, AcceptanceModel] = {}
-        for name in sorted(names):
-            self.model(name)
+        self.acceptance = {name: self._model(survivals[name]) for name in sorted(names)}
         self._current = NO_DRAFTER
 
     @property
     def adapts(self) -> bool:
         return self.policy.mode == "auto" and self.policy.reconfigure
 
-    def model(self, method: str) -> AcceptanceModel:
-        if method not in self.acceptance:
-            first, second = [*self.survivals[method], 0.0][:2]  # acceptance a_1, and a_1 * a_2
-            decay = min(1.0, max(0.01, second / max(first, 0.01) ** 2))
-            self.acceptance[method] = AcceptanceModel(
-                max_window=self.policy.max_window, prior_rate=min(max(first, 0.01), 0.99), prior_decay=decay
-            )
-        return self.acceptance[method]
+    def _model(self, survival: Sequence[float]) -> AcceptanceModel:
+        first, second = [*survival, 0.0][:2]  # acceptance a_1, and a_1 * a_2
+        decay = min(1.0, max(0.01, second / max(first, 0.01) ** 2))
+        rate = min(max(first, 0.01), 0.99)
+        return AcceptanceModel(max_window=self.policy.max_window, prior_rate=rate, prior_decay=decay)
 
     def decide(self, sequences: Sequence[DraftSequence], served: float) -> Decision:
         requests = len(sequences)
@@ -109,22 +103,21 @@ class Decider:
             return _same(plan.mode, plan.drafter, plan.window, requests)
         caps = [self.policy.max_window] * requests
         options = {
-            name: Option(
-                choice=of_drafter(name, self.acceptance[name], self.costs, sequences, caps, None),
-                factor=self.costs.correction.factor(name),
+            name: of_drafter(name, self.acceptance[name], self.costs, sequences, caps, None).corrected(
+                self.costs.correction.factor(name)
             )
             for name in self.local
             if (most := self.fits.get(name)) is None or requests <= most
         }
         if self.remote is not None:
             choice = self._ahead(sequences, replace(self.remote, served=max(served, 1.0)))
-            options[AHEAD] = Option(choice=choice, factor=self.costs.correction.factor(AHEAD))
+            options[AHEAD] = choice.corrected(self.costs.correction.factor(AHEAD))
         chosen = choose(options, requests=requests, plain_s=self.costs.plain_s(requests), current=self._current)
         self._current = chosen.drafter
         if not any(chosen.windows):
             factor = self.costs.correction.factor(NO_DRAFTER)
             return replace(_same("off", NO_DRAFTER, 0, requests), predicted_s=self.costs.plain_s(requests) / factor)
-        uncorrected_s = chosen.round_s / options[chosen.drafter].factor
+        uncorrected_s = chosen.round_s / chosen.factor
         window_B = np.array(chosen.windows, np.int64)
         if chosen.drafter == AHEAD:
             mode_B, drafter = np.where(window_B > 0, DECOUPLED, OFF), self.plan.drafter
@@ -147,7 +140,7 @@ class Decider:
 
     def saw(self, method: str, request_ids: Sequence[str], *, asked: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from one round's verifies, of different requests."""
-        self.model(method).observe_all(request_ids, asked, accepted, asked=asked)
+        self.acceptance[method].observe_all(request_ids, asked, accepted, asked=asked)
 
     def took(self, decision: Decision, *, requests: int, seconds: float, rounds: int) -> None:
         if self.adapts and decision.predicted_s > 0:

@@ -5,36 +5,19 @@ request's length. Shapes: B running requests, N all.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from specactor.planning.plans import VerifierOption
-from specactor.rollout.speculation.acceptance import survival_of
-from specactor.rollout.speculation.costs import MIN_RATIOS, Grid
+from specactor.rollout.speculation.costs import MIN_RATIOS
 from specactor.simulator.decide import Decider, Decision
-from specactor.simulator.requests import MODES, Beside, Flags, Floats, Ints, Progress, Remote, Round, round_of
+from specactor.simulator.requests import MODES, Flags, Floats, Ints, Progress, Round
 
 FIRST_LOOK, LAST_LOOK = 4, 1024
 """Rounds after which an engine decides anew where nothing else happens: at first and when it has changed its mind, and
 later, doubled each time. (A real one decides in every round, mostly the same.)"""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Helper:
-    """An engine that ran dry drafts for another, by another method."""
-
-    engine: Engine
-    method: str
-    window: int
-    seconds: Grid
-    copies: int  # drafters that fit on its devices, and share the requests
-    since: float
-
-    def remote(self, requests: int, message_s: float, rollback_s: float = 0.0) -> Remote:
-        served = -(-requests // self.copies)
-        return Remote(seconds=self.seconds, served=served, message_s=message_s, rollback_s=rollback_s)
 
 
 class Engine:
@@ -47,9 +30,7 @@ class Engine:
         self.decision = Decision(drafter="", modes=self.running, windows=self.running)
         self.round: Round | None = None
         self.since = 0.0  # until when it was accounted for
-        self.version = 0  # of its schedule: events of older ones are void
         self.busy_s = 0.0
-        self.helper: Helper | None = None
         self.rounds, self.emitted, self.drafted, self.accepted = 0.0, 0.0, 0.0, 0.0
         self.first_round_s = 0.0  # seconds of a round just after the last decision
         self.decisions = 0
@@ -124,36 +105,6 @@ class Engine:
         if self.rounds == self.rounds_decided:
             self.first_round_s = found.seconds
 
-    def helped_by(
-        self, helper: Helper, survival_BW: Floats, message_s: float, rollback_s: float = 0.0
-    ) -> Beside | None:
-        """Return what the helper drafts; None where requests have its method already."""
-        if helper.method == self.decision.drafter and (self.decision.windows > 0).any():
-            return None
-        remote = helper.remote(len(survival_BW), message_s, rollback_s)
-        return Beside(survival=survival_BW, window=helper.window, window_s=remote.window_s(helper.window, 1.0))
-
-    def gains(self, helpers: Sequence[Helper], names: list[str], *, width: int, message_s: float) -> list[float]:
-        """Return the speed-up that each would bring, as believed."""
-        requests, of = len(self.running), self.decision
-        own_BW = np.zeros((requests, width))
-        if of.drafter in self.decider.acceptance:
-            own_BW[:, :-1] = self.decider.acceptance[of.drafter].survivals(names, covered=False)
-
-        def speed(beside: Beside | None) -> float:
-            table, remote = self.decider.believed.costs, self.decider.remote
-            found = round_of(
-                own_BW, of.modes, of.windows, table=table, drafter=of.drafter, remote=remote, beside=beside
-            )
-            return float(found.tokens.mean()) / found.seconds
-
-        def helped(helper: Helper) -> float:
-            rate = self.decider.model(helper.method).rate
-            return speed(self.helped_by(helper, np.tile(survival_of(rate, width), (requests, 1)), message_s))
-
-        alone = speed(None)
-        return [helped(helper) / alone for helper in helpers]
-
     def next_s(self, rounds_B: Floats) -> float:
         assert self.round is not None
         look = self._look - (self.rounds - self.rounds_decided) if self.decider.adapts else LAST_LOOK
@@ -188,6 +139,4 @@ def show(
 
     for method in [of.drafter] if drafting else list(engine.decider.acceptance):
         verifies(method, of.windows if drafting else np.full(requests, max_window), each if drafting else 1)
-    if engine.helper is not None:
-        verifies(engine.helper.method, np.full(requests, max_window), 1)
     engine.decider.took(of, requests=requests, seconds=engine.first_round_s, rounds=int(min(rounds, MIN_RATIOS)))

@@ -4,7 +4,7 @@ Invariants: a prompt's requests are neighbours; a round emits at least one token
 verifier's own devices better survivals emit no less. A request gains mean tokens per round, and stays as many standard
 deviations off its mean as it drew at first: so the last of many ends as late as when every token is drawn.
 
-Shapes: N requests; of a round B requests, W positions, M methods.
+Shapes: N requests; of a round B requests, W positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specactor.errors import PlanError
-from specactor.planning.plans import Mode, ready, there
+from specactor.planning.plans import Mode, there
 from specactor.rollout.speculation.costs import CostTable, Grid
 
 Floats = NDArray[np.float64]
@@ -74,9 +74,7 @@ class World:
     host_s: float = 0.0  # between two passes of an engine, in which its device has nothing to do
     replan_s: float = 0.002  # seconds of an engine for deciding anew
     rollback_s: float = 0.0005  # of a drafter for going back to the commit, per round in which all requests do
-    drafter_start_s: float = 2.0  # until a dry engine can draft for others: weights, prefixes
     jitter: float = 0.0  # standard deviation of the logarithm of engines' slowness: stragglers
-    alike: float = 0.5  # how often methods are right together: see `combined`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,19 +127,6 @@ class Remote:
         token_s = self.seconds.at(max(self.served, 1.0), window) / window
         return round_s / token_s, max(0.0, round_s - self.message_s - self.rollback_s) / token_s
 
-    def window_s(self, window: int, restarts: float = 0.0) -> float:
-        """Return seconds from a commit to the next window; `restarts`: share of requests that go back."""
-        return self.seconds.at(max(self.served, 1.0), window + 1) + self.message_s + self.rollback_s * restarts
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Beside:
-    """A further method, of an engine that ran dry."""
-
-    survival: Floats  # [B, W]
-    window: int
-    window_s: float  # from one window to the next
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Round:
@@ -160,8 +145,6 @@ def round_of(
     table: CostTable,
     drafter: str = "",
     remote: Remote | None = None,
-    beside: Beside | None = None,
-    alike: float = 0.5,
     host_s: float = 0.0,
 ) -> Round:
     """Return a round that verifies `drafter`'s tokens, and has `host_s` between its passes.
@@ -183,29 +166,8 @@ def round_of(
         offered_BW *= share_BW
         drafted_B = np.where(ahead_B, share_BW.sum(axis=1), drafted_B)
     seconds = _verify_s(table, requests, drafted_B) + host_s + draft_s
-    most_B = window_B.astype(np.float64)
-    if beside is not None:
-        # Nobody waits for its windows: they come in as many rounds as there is time for.
-        share_B = ready(beside.survival)[:, beside.window - 1] * min(1.0, seconds / beside.window_s)
-        more_BW = beside.survival * share_B[:, None] * (np.arange(1, width + 1) <= beside.window)
-        offered_BW = combined(np.stack([offered_BW, more_BW]), alike=alike)
-        drafted_B = drafted_B + share_B * beside.window
-        most_B = np.maximum(most_B, beside.window)
-        seconds = _verify_s(table, requests, drafted_B) + host_s + draft_s
     accepted_B, variance_B = _accepted(offered_BW)
-    return Round(seconds=seconds, tokens=1.0 + accepted_B, drafted=drafted_B, variance=variance_B, most=1.0 + most_B)
-
-
-def combined(survival_MW: Floats, *, alike: float) -> Floats:
-    """Return [W]: P(some method has its first j draft tokens accepted).
-
-    `alike` 0: methods agree with the target independently; 1: where the best fails all fail; linear in between.
-    """
-    assert 0 <= alike <= 1, alike
-    best_W = survival_MW.max(axis=0)
-    apart_W = 1.0 - np.prod(1.0 - survival_MW, axis=0)
-    joined_W: Floats = best_W + (1.0 - alike) * (apart_W - best_W)
-    return joined_W
+    return Round(seconds=seconds, tokens=1.0 + accepted_B, drafted=drafted_B, variance=variance_B, most=1.0 + window_B)
 
 
 def _accepted(offered_BW: Floats) -> tuple[Floats, Floats]:
@@ -220,8 +182,6 @@ def _verify_s(table: CostTable, requests: int, drafted_B: Floats) -> float:
     return table.verify_s(requests, requests + drafted) if drafted > 0 else table.plain_s(requests)
 
 
-ROUNDS_FOUND, SETTLED = 4, 0.01  # longer rounds have more rows, which make them longer: both are found anew, so often
-ALIKE = 4  # groups of requests of about equal acceptance, each of which has one share
 STEPS_PER_TOKEN, STEPS_PER_RATE = 8, 50
 """How finely tokens of a round and acceptances are told apart where what is there is kept for the next time."""
 
@@ -234,14 +194,15 @@ def _shares_there(
     window = int(window_B[ahead_B].max())
     share_BW = np.ones((requests, width))
     ahead = np.flatnonzero(ahead_B)
-    groups = np.array_split(ahead[survival_BW[ahead, 0].argsort(kind="stable")], min(ALIKE, len(ahead)))
+    # Requests of about equal acceptance have one share.
+    groups = np.array_split(ahead[survival_BW[ahead, 0].argsort(kind="stable")], min(4, len(ahead)))
     step_BW = survival_BW.copy()
     step_BW[:, 1:] /= np.maximum(survival_BW[:, :-1], 1e-12)
     keys = [tuple(np.round(step_BW[group].mean(axis=0) * STEPS_PER_RATE).astype(int).tolist()) for group in groups]
     drafted_B, round_s = np.where(ahead_B, 0, window_B).astype(np.float64), 0.0
-    for _ in range(ROUNDS_FOUND if window else 0):
+    for _ in range(4 if window else 0):  # longer rounds have more rows, which make them longer: both are found anew
         before_s, round_s = round_s, _verify_s(table, requests, drafted_B) + more_s
-        if abs(round_s - before_s) <= SETTLED * round_s:
+        if abs(round_s - before_s) <= 0.01 * round_s:
             break
         drafted, afresh = (round(STEPS_PER_TOKEN * tokens) for tokens in remote.drafted(round_s, window))
         for key, group in zip(keys, groups, strict=True):

@@ -10,7 +10,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from operator import itemgetter
 
 import numpy as np
 
@@ -18,10 +17,9 @@ from specactor.planning.plans import Candidates, Cluster, RolloutPlan, VerifierO
 from specactor.rollout.requests import assign
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.simulator.decide import Decider, Policy, placed
-from specactor.simulator.engine import Engine, Helper, show
+from specactor.simulator.engine import Engine, show
 from specactor.simulator.requests import (
     DECOUPLED,
-    Beside,
     Floats,
     Ints,
     Lengths,
@@ -35,22 +33,19 @@ from specactor.simulator.requests import (
 )
 from specactor.types import RolloutRequest, SamplingParams
 
-DONE = 1e-6  # rounds short of its end at which a request has finished
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
     plan: RolloutPlan
     lengths: Ints  # [N], tokens
     finish_s: Floats  # [N]: seconds from the rollout's begin
-    busy_device_s: float  # of engines that start, verify or help, and of drafters that draft
+    busy_device_s: float  # of engines that start or verify, and of drafters that draft
     rounds: float
     emitted: float  # tokens, as engines counted them
     drafted: float  # draft tokens that were verified
     accepted: float
     decisions: int
     events: int
-    helpers: int  # engines that ran dry and drafted for others
 
     @property
     def seconds(self) -> float:
@@ -79,7 +74,7 @@ def simulate(
 
 
 class Rollout:
-    """Events: a request finishes, an engine decides anew, a dry engine can draft."""
+    """Events: a request finishes, an engine decides anew."""
 
     def __init__(
         self,
@@ -105,14 +100,12 @@ class Rollout:
         # a plan that drafts on the verifiers' devices keeps memory for its drafter.
         own = options.drafter(plan.drafter) if plan.mode == "coupled" else None
         self.room = option.requests(own.footprint) if own else option.requests()
-        self.dry: dict[int, bool] = {}  # engines without requests -> whether they are free to draft
-        self.helpers: set[int] = set()
         self.ahead_E = np.zeros(len(self.engines), np.int64)
         self.drafting_since: float | None = None
         self.drafting_s = 0.0
         self.left = len(requests)
         self.events = 0
-        self._heap: list[tuple[float, int, int, int]] = []
+        self._heap: list[tuple[float, int, int]] = []
         self._order = count()
 
     def _remote(self) -> Remote | None:
@@ -145,16 +138,10 @@ class Rollout:
             self._push(engine.since, engine)
         now = 0.0
         while self._heap:
-            at, _, index, version = heapq.heappop(self._heap)
-            engine = self.engines[index]
-            if version != engine.version:
-                continue
+            at, _, index = heapq.heappop(self._heap)
             assert at >= now - 1e-6, f"an event at {at} s after one at {now} s"
             now, self.events = max(now, at), self.events + 1
-            if index in self.dry:
-                self._ready(engine, now)
-            else:
-                self._turn(engine, now)
+            self._turn(self.engines[index], now)
         return self._outcome()
 
     def _parts(self) -> list[list[int]]:
@@ -167,24 +154,21 @@ class Rollout:
         return [[int(request.request_id) for request in part] for part in parts]
 
     def _push(self, at: float, engine: Engine) -> None:
-        engine.version += 1
-        heapq.heappush(self._heap, (at, next(self._order), engine.index, engine.version))
+        heapq.heappush(self._heap, (at, next(self._order), engine.index))
 
     def _turn(self, engine: Engine, now: float) -> None:
         engine.settle(now, self.progress)
         if engine.round is not None and len(engine.running):
-            gone_B = self.progress.rounds_left(engine.running, engine.round) <= DONE
+            gone_B = self.progress.rounds_left(engine.running, engine.round) <= 1e-6  # rounds: they add up with errors
             if gone_B.any():
                 engine.lucky(self.progress.finish(engine.running[gone_B]))
                 self._finished(engine, engine.remove(gone_B), now)
         engine.admit(self.room)
-        before = engine.decisions
         if len(engine.running):
             self._go_on(engine, now)
         else:
-            self._dry(engine, now)
-        if self.dry and engine.helper is None and engine.decisions > before:
-            self._help(engine, now)
+            self.ahead_E[engine.index] = 0
+            self._drafters_busy(now)
 
     def _finished(self, engine: Engine, gone: Ints, now: float) -> None:
         self.finish_N[gone] = now
@@ -192,9 +176,9 @@ class Rollout:
         for i in gone.tolist():
             engine.decider.forget(self.ids[i])
 
-    def _go_on(self, engine: Engine, now: float, *, decide: bool = True) -> None:
+    def _go_on(self, engine: Engine, now: float) -> None:
         engine.since = max(now, engine.since)
-        if decide and (engine.decisions == 0 or (engine.decider.adapts and engine.is_due())):
+        if engine.decisions == 0 or (engine.decider.adapts and engine.is_due()):
             self._decide(engine)
         self._set_round(engine)
         assert engine.round is not None
@@ -232,8 +216,6 @@ class Rollout:
             table=engine.option.costs,
             drafter=of.drafter,
             remote=remote,
-            beside=self._beside(engine),
-            alike=self.world.alike,
             host_s=self.world.host_s,
         )
         engine.set_round(replace(found, seconds=found.seconds * engine.slow))
@@ -241,75 +223,10 @@ class Rollout:
     def _served(self) -> float:
         return float(self.ahead_E.sum()) / max(1, self.plan.drafters.engines)
 
-    def _beside(self, engine: Engine) -> Beside | None:
-        if engine.helper is None:
-            return None
-        survival_BW = self._survivals(engine.running, engine.helper.method)
-        return engine.helped_by(engine.helper, survival_BW, self.cluster.message_s, self.world.rollback_s)
-
     def _drafters_busy(self, now: float) -> None:
         if self.drafting_since is not None:
             self.drafting_s += max(0.0, now - self.drafting_since)
         self.drafting_since = max(now, self.drafting_since or now) if self.ahead_E.any() else None
-
-    def _dry(self, engine: Engine, now: float) -> None:
-        """Free whoever helped this engine; it will be free, too."""
-        self.ahead_E[engine.index] = 0
-        engine.round = None
-        self._drafters_busy(now)
-        if engine.helper is not None:
-            helper, engine.helper = engine.helper, None
-            helper.engine.busy_s += now - helper.since
-            self._ready(helper.engine, now)
-        if self.policy.mode == "auto" and self.policy.fastest:
-            self.dry[engine.index] = False
-            self._push(now + self.world.drafter_start_s, engine)
-
-    def _ready(self, engine: Engine, now: float) -> None:
-        self.dry[engine.index] = True
-        asked = [e for e in self.engines if len(e.running) and e.helper is None]
-        # Those with the fewest requests are asked now; others ask when they decide.
-        for busy in sorted(asked, key=lambda e: (len(e.running), e.index))[:4]:
-            if self._help(busy, now):
-                break
-
-    def _help(self, engine: Engine, now: float) -> bool:
-        free = next((self.engines[i] for i, is_free in self.dry.items() if is_free), None)
-        helper = self._helper(free, engine, now) if free is not None else None
-        if free is None or helper is None:
-            return False
-        self.dry[free.index] = False
-        self.helpers.add(free.index)
-        engine.settle(now, self.progress)
-        engine.helper = helper
-        self._go_on(engine, now, decide=False)
-        return True
-
-    def _helper(self, free: Engine, engine: Engine, now: float) -> Helper | None:
-        """Return the method, new to the engine, and window that are predicted to buy most; None if that is not
-        enough."""
-        used = engine.decision.drafter if (engine.decision.windows > 0).any() else ""
-        smallest = {
-            option.name: min(fitting, key=lambda e: e.devices)
-            for option in self.options.drafters
-            if option.name != used and (fitting := [e for e in option.engines if e.devices <= free.option.devices])
-        }
-        helpers = [
-            Helper(
-                engine=free,
-                method=name,
-                window=window,
-                seconds=own.seconds,
-                copies=free.option.devices // own.devices,
-                since=now,
-            )
-            for name, own in sorted(smallest.items())
-            for window in range(1, self.policy.max_window + 1)
-        ]
-        names = [self.ids[i] for i in engine.running.tolist()]
-        gains = engine.gains(helpers, names, width=self.policy.max_window + 1, message_s=self.cluster.message_s)
-        gain, best = max(zip(gains, helpers, strict=True), key=itemgetter(0), default=(0.0, None))
-        return best if gain > 1.02 else None
 
     def _outcome(self) -> Outcome:
         assert not self.left, f"{self.left} requests were lost"
@@ -327,12 +244,7 @@ class Rollout:
             accepted=sum(e.accepted for e in self.engines),
             decisions=sum(e.decisions for e in self.engines),
             events=self.events,
-            helpers=len(self.helpers),
         )
-
-
-PROMPT_TOKENS = 512  # of a request; trained on too
-REFRESH_DEVICE_S = 512.0  # device-seconds of distilling the drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,12 +318,12 @@ def run(job: Job) -> Run:
             seed=(job.seed, k),
             plan=plan,
         )
-        tokens = outcome.tokens + len(outcome.lengths) * PROMPT_TOKENS
+        tokens = outcome.tokens + len(outcome.lengths) * 512  # of a prompt, which is trained on, too
         step = Step(
             rollout_s=outcome.seconds,
             train_s=tokens / (job.train_tokens_per_s * job.devices),
             sync_s=2.0,
-            refresh_s=REFRESH_DEVICE_S / job.devices if job.refresh else 0.0,
+            refresh_s=512.0 / job.devices if job.refresh else 0.0,
             outcome=outcome,
         )
         steps.append(step)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,6 @@ from specactor.trainer.microbatch import Estimate, Item, MicroBatch
 from specactor.trainer.model_trainer import ModelTrainer
 from specactor.trainer.objective import Sums, reduce_over_ranks
 from specactor.types import TrainSequence
-
-
-@dataclass(frozen=True, kw_only=True)
-class CriticStats:
-    """Metrics of one step, named as in `specactor.metrics`."""
-
-    loss: float
-    grad_norm: float
-    explained_variance: float
-    clip_fraction: float
 
 
 class Critic(ModelTrainer):
@@ -64,7 +53,8 @@ class Critic(ModelTrainer):
         sums, grad_norm, _ = self._update(items, self._objective, self.config.algorithm.critic.learning_rate)
         return sums, grad_norm
 
-    def stats(self, estimates: Sequence[Sequence[Estimate]], learned: Sequence[tuple[Sums, float]]) -> CriticStats:
+    def stats(self, estimates: Sequence[Sequence[Estimate]], learned: Sequence[tuple[Sums, float]]) -> dict[str, float]:
+        """Return the metrics of one step, named as in `specactor.metrics`."""
         norm = sum(grad_norm for _, grad_norm in learned) / len(learned)
         total, norm = reduce_over_ranks([sums for sums, _ in learned], norm, self.device)
         flat = [estimate for part in estimates for estimate in part]
@@ -72,12 +62,12 @@ class Critic(ModelTrainer):
         error_T = returns_T - torch.cat([estimate.values for estimate in flat])
         returns_T, error_T = returns_T[returns_T.isfinite()], error_T[returns_T.isfinite()]
         variance = float(returns_T.var(correction=0))
-        return CriticStats(
-            loss=total.loss / len(learned),
-            grad_norm=norm,
-            explained_variance=1 - float(error_T.var(correction=0)) / variance if variance else math.nan,
-            clip_fraction=total.clipped / total.tokens,
-        )
+        return {
+            "loss": total.loss / len(learned),
+            "grad_norm": norm,
+            "explained_variance": 1 - float(error_T.var(correction=0)) / variance if variance else math.nan,
+            "clip_fraction": total.clipped / total.tokens,
+        }
 
     def offload(self) -> None:
         """Also move weights to host memory, since engines need none."""

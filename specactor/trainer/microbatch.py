@@ -126,11 +126,10 @@ def build(items: Sequence[Item], shape: Shape, device: torch.device) -> MicroBat
     padded[-1] += -sum(padded) % shape.total_multiple
     tokens, text = _tokens(items, padded)
     rows_T, positions_T = _local_rows(padded, shape)
-    where = _responses(items, padded, rows_T)
-    mine = where.mine
+    row, local_row, sequence, source, mine = _responses(items, padded, rows_T)
 
     def per_sequence(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32)[where.sequence[mine]].to(device)
+        return torch.tensor(values, dtype=torch.float32)[sequence[mine]].to(device)
 
     def per_token(values: Sequence[Any]) -> Tensor | None:
         lens = [item.sequence.response_len for item in items]
@@ -145,10 +144,10 @@ def build(items: Sequence[Item], shape: Shape, device: torch.device) -> MicroBat
         positions_1T=positions_T[None].to(device),
         packed=_packed(padded, device),
         text_T=text[rows_T],
-        rows_R=where.local_row[mine].to(device),
-        targets_R=tokens[where.row[mine] + 1].to(device),
-        sequence_R=where.sequence[mine].to(device),
-        source_R=where.source[mine],
+        rows_R=local_row[mine].to(device),
+        targets_R=tokens[row[mine] + 1].to(device),
+        sequence_R=sequence[mine].to(device),
+        source_R=source[mine],
         weights_R=per_sequence([item.weight for item in items]),
         advantages_R=per_sequence([item.sequence.advantage for item in items])
         if advantages_R is None
@@ -201,21 +200,9 @@ def _tokens(items: Sequence[Item], padded: list[int]) -> tuple[Tensor, Tensor]:
     return tokens, text
 
 
-@dataclass(frozen=True)
-class _Responses:
-    """Of every response token, in order."""
-
-    row: Tensor
-    """Row of the whole micro-batch that predicts it."""
-    local_row: Tensor
-    """The same among this rank's rows; -1: on another rank."""
-    mine: Tensor
-    """Those that are learned from on this rank."""
-    sequence: Tensor
-    source: Tensor
-
-
-def _responses(items: Sequence[Item], padded: list[int], rows_T: Tensor) -> _Responses:
+def _responses(items: Sequence[Item], padded: list[int], rows_T: Tensor) -> tuple[Tensor, ...]:
+    """Return of every response token, in order, (row of the whole micro-batch that predicts it; the same among this
+    rank's rows, or -1; sequence; number in the update), and which are learned from on this rank."""
     starts = accumulate(padded, initial=0)
     count = torch.tensor([item.sequence.response_len for item in items], dtype=torch.int64)
     begin = [start + item.sequence.prompt_len - 1 for item, start in zip(items, starts, strict=False)]
@@ -228,7 +215,7 @@ def _responses(items: Sequence[Item], padded: list[int], rows_T: Tensor) -> _Res
     local_row = place[row]
     learned = [x for item in items for x in item.sequence.loss_mask or (True,) * item.sequence.response_len]
     mine = ((local_row >= 0) & torch.tensor(learned, dtype=torch.bool)).nonzero()[:, 0]
-    return _Responses(row, local_row, mine, sequence, torch.tensor(first, dtype=torch.int64)[sequence] + within)
+    return row, local_row, sequence, torch.tensor(first, dtype=torch.int64)[sequence] + within, mine
 
 
 def _packed(padded: list[int], device: torch.device) -> PackedSeqParams:

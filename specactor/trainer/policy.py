@@ -18,7 +18,7 @@ from specactor.cpu import megatron as cpu_platform
 from specactor.errors import SpecActorError
 from specactor.parallel.layout import Layout
 from specactor.trainer import model
-from specactor.trainer.critic import Critic, CriticStats
+from specactor.trainer.critic import Critic
 from specactor.trainer.drafter.recorder import Recorder
 from specactor.trainer.losses import token_weights
 from specactor.trainer.microbatch import Estimate, MicroBatch, items_of
@@ -41,10 +41,6 @@ cpu_platform.install()
 from megatron.core import parallel_state  # noqa: E402
 
 
-class TrainingDiverged(SpecActorError):  # noqa: N818
-    """A loss or gradient that is not finite."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainStats:
     """Of one step; `specactor.metrics` says what those mean that are logged. nan: there was nothing to compare."""
@@ -65,7 +61,7 @@ class TrainStats:
     num_microbatches: int
     learning_rate: float
     mtp_loss: float | None = None  # None without an MTP layer
-    critic: CriticStats | None = None
+    critic: dict[str, float] | None = None  # metrics of a critic
 
     def numbers(self) -> dict[str, float]:
         """Return all that are not None; the critic's begin with ``critic_``."""
@@ -101,7 +97,8 @@ class PolicyTrainer(ModelTrainer):
         self, sequences: Sequence[TrainSequence], *, learning_rate: float, recorder: Recorder | None = None
     ) -> TrainStats:
         """Learn from one RL step, in ``train.updates_per_step`` updates. Collective: all ranks pass all sequences, one
-        the tokens. Raises DataError for an update without response tokens, TrainingDiverged."""
+        the tokens. Raises DataError for an update without response tokens, SpecActorError for a loss or
+        gradient that is not finite."""
         objective: Objective = self._objective if recorder is None else recorder.around(self._objective)
         if self._replay is not None:
             self._replay.check(sequences)
@@ -130,7 +127,7 @@ class PolicyTrainer(ModelTrainer):
         _check_finite(total.loss, grad_norm)
         of_critic = self.critic.stats(estimates, learned) if self.critic is not None else None
         if of_critic is not None:
-            _check_finite(of_critic.loss, of_critic.grad_norm)
+            _check_finite(of_critic["loss"], of_critic["grad_norm"])
         return TrainStats(
             grad_norm=grad_norm,
             num_microbatches=num_microbatches,
@@ -239,7 +236,7 @@ def _means(total: Sums, num_updates: int) -> dict[str, Any]:
 
 def _check_finite(loss: float, grad_norm: float) -> None:
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise TrainingDiverged(
+        raise SpecActorError(
             f"train_step: got loss {loss} and gradient norm {grad_norm}, expected finite numbers. The weights are "
             "no longer usable: resume from the last checkpoint with a lower --train.learning-rate or --train.grad-clip."
         )

@@ -15,7 +15,6 @@ from specactor.planning.rooflines import (
     DEVICES,
     PLAIN_BUCKETS,
     WINDOW_BUCKETS,
-    Attained,
     Device,
     Roofline,
     cost_table,
@@ -28,13 +27,14 @@ from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import CostTable, Grid, ProcessCosts
 
 DENSE, ROUTED, SMALL = SHAPES["Qwen2.5-32B"], SHAPES["Qwen3-30B-A3B"], SHAPES["Qwen2.5-0.5B"]
-IDEAL = Attained(
-    matmul=1.0, weights=1.0, attention=1.0, link=1.0, all_reduce_s=0.0, kernel_s=0.0, launch_s=0.0, memory=1.0
+SHARES = ("matmul_share", "weights_share", "attention_share", "link_share", "memory_share")
+IDEAL = replace(
+    device("H100"), **dict.fromkeys(SHARES, 1.0), **dict.fromkeys(("all_reduce_s", "kernel_s", "launch_s"), 0.0)
 )
 
 
-def roofline(shape: TransformerShape = DENSE, name: str = "H100", **more: object) -> Roofline:
-    return Roofline(shape, device(name), **{"devices": 4, "context": 2048, **more})  # type: ignore[arg-type]
+def roofline(shape: TransformerShape = DENSE, on: Device = device("H100"), **more: object) -> Roofline:  # noqa: B008
+    return Roofline(shape, on, **{"devices": 4, "context": 2048, **more})  # type: ignore[arg-type]
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -124,8 +124,7 @@ def test_figures_are_in_the_units_they_say() -> None:
         assert 7e10 < known.memory_bytes < 2e11
         assert 3e12 < known.memory_bytes_per_s <= 8e12
         assert known.link_bytes_per_s in (450e9, 900e9), "one direction"
-    shares = ("matmul", "weights", "attention", "link", "memory")
-    assert all(0 < getattr(Attained(), name) <= 1 for name in shares)
+        assert all(0 < getattr(known, name) <= 1 for name in SHARES)
     assert device("h20") is DEVICES["H20"]
     with pytest.raises(PlanError, match="device: got 'A100', expected one of H100, H200, H20, B200"):
         device("A100")
@@ -136,23 +135,23 @@ def test_figures_are_in_the_units_they_say() -> None:
 
 def test_one_token_reads_the_weights_and_the_cache() -> None:
     """Ideal H100, one request: all weights but the embedding, the KV of the context, and the logits."""
-    seconds = roofline(devices=1, attained=IDEAL).forward_s(1)
+    seconds = roofline(devices=1, on=IDEAL).forward_s(1)
     read = DENSE.active_params * 2 + 2048 * DENSE.kv_bytes_per_token + 2 * 4 * DENSE.vocab
     assert seconds == pytest.approx(read / 3.35e12, rel=1e-9)
-    assert roofline(devices=4, attained=IDEAL).forward_s(1) == pytest.approx(
+    assert roofline(devices=4, on=IDEAL).forward_s(1) == pytest.approx(
         read / 3.35e12 / 4 + 64 * 2 * 1.5 * DENSE.hidden * 2 / 450e9, rel=1e-9
     ), "and two all-reduces per layer"
 
 
 def test_many_rows_compute() -> None:
-    seconds = roofline(devices=1, context=0, attained=IDEAL).forward_s(512, 8, buckets=WINDOW_BUCKETS)
+    seconds = roofline(devices=1, context=0, on=IDEAL).forward_s(512, 8, buckets=WINDOW_BUCKETS)
     logits = 2 * 4 * 4096 * DENSE.vocab / 3.35e12
     assert seconds == pytest.approx(2 * DENSE.active_params * 4096 / 989.4e12 + logits, rel=1e-9)
 
 
 def test_experts_are_read_as_they_are_touched() -> None:
     """Ideal, one device, no context: 2 rows touch 15.5 experts of a layer, and compute nothing that shows."""
-    one = roofline(ROUTED, devices=1, context=0, attained=IDEAL)
+    one = roofline(ROUTED, devices=1, context=0, on=IDEAL)
     expert = 3 * 2048 * 768 * 2 / 3.35e12
     logits = 2 * 4 * ROUTED.vocab / 3.35e12
     grown = one.forward_s(1, 2) - one.forward_s(1, 1)
@@ -161,9 +160,9 @@ def test_experts_are_read_as_they_are_touched() -> None:
 
 def test_every_row_of_a_verification_reads_its_keys() -> None:
     """As ours does; what reading them once would take can be asked for."""
-    long = roofline(context=32_000, attained=IDEAL)
+    long = roofline(context=32_000, on=IDEAL)
     assert long.forward_s(16, 2, buckets=WINDOW_BUCKETS) > 1.5 * long.forward_s(16, 1)
-    once = roofline(context=32_000, attained=IDEAL, keys_once=True)
+    once = roofline(context=32_000, on=IDEAL, keys_once=True)
     assert once.forward_s(16, 2, buckets=WINDOW_BUCKETS) < 1.1 * once.forward_s(16, 1)
     assert once.forward_s(16, 1) == long.forward_s(16, 1)
 
@@ -180,9 +179,9 @@ def test_requests_are_rounded_up_to_captured_sizes() -> None:
 
 def test_small_kernels_have_a_floor() -> None:
     tiny = replace(SMALL, layers=24)
-    floor = 24 * Attained().kernel_s * Attained().kernels_per_layer
+    floor = 24 * device("H100").kernel_s * device("H100").kernels_per_layer
     assert roofline(tiny, devices=1, context=0).forward_s(1) > floor
-    assert roofline(tiny, devices=1, context=0, attained=IDEAL).forward_s(1) < floor * 1.5
+    assert roofline(tiny, devices=1, context=0, on=IDEAL).forward_s(1) < floor * 1.5
 
 
 @given(

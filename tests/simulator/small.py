@@ -11,7 +11,7 @@ from specactor.simulator.requests import Lengths, Method, Requests, World, draw
 
 W = 4
 AXIS = (1.0, 64.0)
-NO_DELAYS = {"start_s": 0.0, "replan_s": 0.0, "rollback_s": 0.0, "drafter_start_s": 0.0}
+NO_DELAYS = {"start_s": 0.0, "replan_s": 0.0, "rollback_s": 0.0}
 
 
 def table(base_s: float = 0.010, row_s: float = 0.0002, step_s: float = 0.001, *, local: bool = True) -> CostTable:

@@ -121,9 +121,11 @@ def test_a_drafter_elsewhere_offers_all_requests_one_window() -> None:
 
 def test_a_drafter_that_nobody_has_seen_is_believed_to_be_as_planned() -> None:
     one = decider(p=0.9)
-    for drafter, planned in one.survivals.items():
-        believed = one.model(drafter).survivals(["0"], covered=False)[0]
-        assert believed[:2] == pytest.approx(planned[:2], rel=0.02)
+    planned = {drafter.name: drafter.survival for drafter in candidates(0.9).drafters}
+    assert one.acceptance.keys() == planned.keys()
+    for drafter, model in one.acceptance.items():
+        believed = model.survivals(["0"], covered=False)[0]
+        assert believed[:2] == pytest.approx(planned[drafter][:2], rel=0.02)
 
 
 def test_rounds_that_take_longer_than_predicted_are_believed() -> None:

@@ -20,7 +20,7 @@ from specactor.simulator.rollout import Outcome, Rollout, simulate
 from tests.simulator.small import NO_DELAYS, W, candidates, cluster, requests, table, world
 from tests.simulator.test_rounds import host_afterwards
 
-SOME = {"start_s": 0.3, "replan_s": 0.01, "rollback_s": 0.001, "drafter_start_s": 0.1}
+SOME = {"start_s": 0.3, "replan_s": 0.01, "rollback_s": 0.001}
 MODES: list[SimulatedMode] = ["off", "coupled", "decoupled", "auto"]
 
 
@@ -46,10 +46,9 @@ def check(outcome: Outcome, of: Requests, devices: int = 8) -> None:
     st.integers(1, 10),
     st.integers(0, 5),
     st.floats(0.3, 0.95),
-    st.booleans(),
 )
-def test_work_and_devices_are_conserved(mode: SimulatedMode, prompts: int, seed: int, p: float, fastest: bool) -> None:
-    policy = Policy(mode=mode, max_window=W, fastest=fastest)
+def test_work_and_devices_are_conserved(mode: SimulatedMode, prompts: int, seed: int, p: float) -> None:
+    policy = Policy(mode=mode, max_window=W)
     of = requests(prompts, seed=seed)
     outcome = simulated(of, policy, p=p, seed=seed)
     check(outcome, of)
@@ -198,36 +197,6 @@ def test_auto_ends_requests_no_later_than_a_fixed_window_that_is_right() -> None
     assert sum(one.seconds for one in auto) < 1.05 * sum(one.seconds for one in fixed)
 
 
-def uneven() -> Requests:
-    """All but one of four engines will run dry early."""
-    lengths = np.array([50] * 12 + [3000] * 4)
-    return Requests(lengths=lengths, groups=np.repeat(np.arange(4), 4), odds=np.ones(16))
-
-
-def test_engines_that_ran_dry_draft_for_the_others() -> None:
-    of, found = uneven(), candidates(0.6, local=False)
-    alone, helped = (
-        simulate(cluster(of), found, world(spread=0.0), Policy(max_window=W, fastest=fastest), of)
-        for fastest in (False, True)
-    )
-    assert alone.helpers == 0
-    assert helped.helpers == 1, "one engine is left, and one helps it"
-    assert helped.seconds < 0.98 * alone.seconds
-    check(helped, of)
-
-
-@pytest.mark.parametrize(("p", "step_s"), [(0.01, 0.001), (0.6, 0.5)])
-def test_nobody_helps_where_that_does_not_pay(p: float, step_s: float) -> None:
-    """Drafts that are hardly ever right, once that was seen; and drafts that take many rounds."""
-    of, found = uneven(), candidates(p, step_s=step_s, local=False)
-    alone, helped = (
-        simulate(cluster(of), found, world(p, spread=0.0), Policy(max_window=W, fastest=fastest), of)
-        for fastest in (False, True)
-    )
-    assert helped.seconds < 1.02 * alone.seconds
-    assert helped.helpers == 0 or p < 0.1
-
-
 def test_delays_cost_time() -> None:
     of = requests(8, 4, median=600.0)
     policy = Policy(max_window=W)
@@ -237,12 +206,6 @@ def test_delays_cost_time() -> None:
         assert simulated(of, policy, delays={**none, name: 2.0}).seconds > free
     ahead = Policy(mode="decoupled", max_window=W)
     assert simulated(of, ahead, delays={**none, "rollback_s": 0.05}).seconds > simulated(of, ahead, delays=none).seconds
-    late, found = uneven(), candidates(0.6, local=False)
-    helped = [
-        simulate(cluster(late), found, replace(world(spread=0.0), drafter_start_s=wait), Policy(max_window=W), late)
-        for wait in (0.0, 18.0)
-    ]
-    assert helped[0].seconds < helped[1].seconds
 
 
 def check_between_passes() -> None:

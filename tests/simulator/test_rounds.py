@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from specactor.planning.plans import RolloutPlan, ready
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import survival_of
-from specactor.simulator.requests import COUPLED, DECOUPLED, OFF, Beside, Floats, Remote, Round, combined, round_of
+from specactor.simulator.requests import COUPLED, DECOUPLED, OFF, Floats, Remote, Round, round_of
 from tests.lib.pipelined import pipelined
 from tests.simulator.small import W, candidates, cluster, drafting, requests, table
 
@@ -167,31 +167,6 @@ def test_a_better_drafter_never_emits_less(rates: list[float], share: float, win
     assert (worse.tokens >= 1.0).all()
 
 
-def test_a_further_method_adds_tokens_and_rows() -> None:
-    survival = np.tile(survival_of(0.5, W + 1), (3, 1))
-    what = {"table": table(), "drafter": "small", "alike": 0.0}
-    plain = round_of(survival, np.full(3, COUPLED), np.full(3, 2), **what)  # type: ignore[arg-type]
-    more = Beside(survival=survival, window=2, window_s=1e-9)
-    made = round_of(survival, np.full(3, COUPLED), np.full(3, 2), beside=more, **what)  # type: ignore[arg-type]
-    share = ready(survival[:1])[0, 1]
-    by_hand = 1 + sum(1 - (1 - s) * (1 - s * share) for s in (0.5, 0.25))
-    assert made.tokens == pytest.approx([by_hand] * 3)
-    assert made.drafted == pytest.approx([2 + 2 * share] * 3)
-    assert made.seconds > plain.seconds
-    late = replace(more, window_s=1e9)
-    slow = round_of(survival, np.full(3, COUPLED), np.full(3, 2), beside=late, **what)  # type: ignore[arg-type]
-    assert slow.tokens == pytest.approx(plain.tokens), "windows that never come change nothing, and none waits"
-
-
 def test_without_windows_a_round_is_a_plain_step() -> None:
     found = round_of(np.zeros((4, W)), np.zeros(4, np.int64), np.zeros(4, np.int64), table=table())
     assert (found.seconds, found.tokens.tolist()) == (table().plain_s(4), [1.0] * 4)
-
-
-def test_combined_by_hand() -> None:
-    survival_MW = np.array([[0.5, 0.25], [0.4, 0.4]])
-    assert combined(survival_MW, alike=1.0) == pytest.approx([0.5, 0.4])
-    assert combined(survival_MW, alike=0.0) == pytest.approx([0.7, 0.55])
-    assert combined(survival_MW, alike=0.5) == pytest.approx([0.6, 0.475])
-    with pytest.raises(AssertionError):
-        combined(survival_MW, alike=2.0)

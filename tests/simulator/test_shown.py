@@ -34,12 +34,12 @@ def shown() -> AcceptanceModel:
         return (np.arange(W + 1) < np.array(RIGHT)[which - 10, None]).astype(float)
 
     show(engine, survivals, str, np.random.default_rng(0), max_window=W)
-    return engine.decider.model("small")
+    return engine.decider.acceptance["small"]
 
 
 def by_hand(change: Callable[[Numbers, Numbers], tuple[Numbers, Numbers]], rounds: int = ROUNDS) -> AcceptanceModel:
     """Rounds of those that have windows."""
-    model = decider().model("small")
+    model = decider().acceptance["small"]
     drafting = [i for i, window in enumerate(WINDOWS) if window]
     asked, accepted = change([WINDOWS[i] for i in drafting], [min(WINDOWS[i], RIGHT[i]) for i in drafting])
     for _ in range(rounds):

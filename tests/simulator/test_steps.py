@@ -8,7 +8,7 @@ import pytest
 
 from specactor.simulator.decide import Policy
 from specactor.simulator.requests import Lengths
-from specactor.simulator.rollout import PROMPT_TOKENS, REFRESH_DEVICE_S, Job, Run, run
+from specactor.simulator.rollout import Job, Run, run
 from tests.simulator.small import W, candidates, world
 
 FOUND = candidates(0.8)
@@ -34,7 +34,7 @@ def test_a_step_is_the_sum_of_its_phases() -> None:
     of = run(JOB)
     check(of)
     for step in of.steps:
-        tokens = step.outcome.tokens + 24 * PROMPT_TOKENS
+        tokens = step.outcome.tokens + 24 * 512
         assert step.train_s == pytest.approx(tokens / (500 * 8))
         assert step.seconds == pytest.approx(step.rollout_s + step.train_s + step.sync_s + step.refresh_s)
     assert (run(JOB).seconds, run(JOB).idle) == (of.seconds, of.idle), "equal input, equal bits"
@@ -57,6 +57,6 @@ def test_a_stale_drafter_slows_rollouts_and_a_refreshed_one_does_not() -> None:
         of = run(replace(JOB, refresh=refresh))
         check(of)
         rates[refresh] = [step.outcome.accepted / step.outcome.drafted for step in of.steps]
-        assert {step.refresh_s for step in of.steps} == {REFRESH_DEVICE_S / 8 if refresh else 0.0}
+        assert {step.refresh_s for step in of.steps} == {512.0 / 8 if refresh else 0.0}
     assert rates[False][2] < 0.7 * rates[False][0]
     assert rates[True][2] > 0.9 * rates[True][0]

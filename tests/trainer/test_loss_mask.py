@@ -94,7 +94,7 @@ def test_what_an_environment_said_has_no_gradient(kind: str) -> None:
 def test_a_mask_that_is_ignored_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = microbatch._responses
 
-    def all_learned(items: Sequence[microbatch.Item], padded: list[int], rows_T: Tensor) -> microbatch._Responses:
+    def all_learned(items: Sequence[microbatch.Item], padded: list[int], rows_T: Tensor) -> tuple[Tensor, ...]:
         return right([replace(i, sequence=replace(i.sequence, loss_mask=())) for i in items], padded, rows_T)
 
     monkeypatch.setattr(microbatch, "_responses", all_learned)

@@ -13,7 +13,6 @@ from specactor.rollout.decoupled import protocol
 
 BEAT_EVERY_S = 0.25
 SILENT_S = 1.0  # a drafter hears between any two passes of its model, however much it reads
-REOPEN_EVERY_S = 0.1  # a request is opened again at most so often, whatever its drafter says
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +35,7 @@ class Request:
 @dataclass(slots=True)
 class Peer:
     out: protocol.Numbering
-    session: int = protocol.NO_SESSION  # of the incarnation that was heard last
+    session: int = 0  # of the incarnation that was heard last; 0: of none
     frame: int = 0
     live: bool = False
     asked_s: float | None = None  # since when a beat is unanswered
@@ -226,7 +225,7 @@ class Tails:
         drafter = self._drafters[index]
         for number in record.requests:
             request = drafter.requests.get(number)
-            if request is not None and now_s - request.opened_s >= REOPEN_EVERY_S:
+            if request is not None and now_s - request.opened_s >= 0.1:  # no more often, whatever its drafter says
                 drafter.unopened[number] = request
 
     # ------------------------------------------------------------------------------------------------------ what leaves

@@ -29,7 +29,6 @@ from specactor.rollout.decoupled.protocol import Drops
 from specactor.rollout.decoupled.spec import (
     TO_DRAFTER,
     Ask,
-    AskWork,
     DrafterSpec,
     FromDrafter,
     Start,
@@ -44,7 +43,6 @@ from specactor.trace import Recorder
 
 IDLE_S = 0.5  # between two looks at the parent and at engines that have fallen silent
 MAX_LANES = 256  # requests per call of the continuer
-MAX_TURNS = 512
 
 _LOG = logging.getLogger(__name__)
 
@@ -88,22 +86,19 @@ def serve(
     _LOG.info("drafter process %d ends", os.getpid())
 
 
-MAX_SAMPLES = 15  # of batches of about equal sizes, the latest
-MIN_SAMPLES = 3
-FADE_EVERY = 256  # batches: then each size's oldest time leaves, so that sizes that nobody makes are tried again
-
-
 class BatchTiming:
+    """It remembers seconds of batches by their lanes: of each magnitude the latest 15, which count from three on."""
+
     def __init__(self) -> None:
-        self._seconds: dict[int, deque[float]] = {}  # of the latest batches, by the logarithm of their lanes
+        self._seconds: dict[int, deque[float]] = {}  # by the logarithm of lanes
         self._lanes: dict[int, int] = {}  # of the last of them
         self._batches = 0
 
     def batch(self, lanes: int, seconds: float) -> None:
         self._lanes[lanes.bit_length()] = lanes
-        self._seconds.setdefault(lanes.bit_length(), deque(maxlen=MAX_SAMPLES)).append(seconds)
+        self._seconds.setdefault(lanes.bit_length(), deque(maxlen=15)).append(seconds)
         self._batches += 1
-        if self._batches % FADE_EVERY == 0:
+        if self._batches % 256 == 0:  # each size's oldest time leaves: sizes that nobody makes are tried again
             for times in self._seconds.values():
                 if times:
                     times.popleft()
@@ -111,7 +106,7 @@ class BatchTiming:
     def free(self, lanes: int, max_lanes: int) -> int:
         """Return how many lanes may be added for at most 6 % more time, by a line through known times, up to twice
         those tried."""
-        known = sorted(size for size, of in self._seconds.items() if len(of) >= MIN_SAMPLES)
+        known = sorted(size for size, of in self._seconds.items() if len(of) >= 3)
         if not known:
             return 0
         few, many = self._lanes[known[0]], self._lanes[known[-1]]
@@ -140,7 +135,7 @@ class DrafterLoop:
         self.recorder = Recorder()
         self._wake_s = 0.0
         self._busy_s = 0.0
-        self._turns: deque[Point] = deque(maxlen=MAX_TURNS)
+        self._turns: deque[Point] = deque(maxlen=512)
         self._began_s = 0.0
         self._drafted = (0, 0)  # (requests, tokens) in it
         self._timing = BatchTiming()
@@ -315,7 +310,7 @@ def run(owner: socket.socket) -> None:
 
 def _answer(loop: DrafterLoop, message: ToDrafter) -> FromDrafter:
     match message:
-        case AskWork():
+        case Ask(verb="work"):
             return loop.work(trace=message.trace)
         case Ask(verb="sleep"):
             return loop.sleep()

@@ -25,12 +25,10 @@ VERSION = 7
 MAX_FRAME_BYTES = 16 << 20
 MAX_TAIL_TOKENS = 2 * MAX_WINDOW  # a window in the hands of the verifier, and a window ahead of it
 MAX_ROWS = 1 << 14  # tails in one record: with all their tokens, less than a frame
-NO_SESSION = 0
 _HEADER = struct.Struct("<4sB3xQQQ")  # magic, version, session of sender and receiver (0: unknown), number
 LARGEST = (1 << 63) - 1
 _LOG = logging.getLogger(__name__)
 TOKEN_BYTES = 4
-_NUMBER_BYTES = 8
 assert sys.byteorder == "little", "frames hold arrays as this machine does"
 _COUNTS = bytes(range(MAX_TAIL_TOKENS + 1))  # all that a tail's number of tokens may be
 _UNPACK = [struct.Struct(f"<{count}i").unpack_from for count in range(MAX_TAIL_TOKENS + 1)]  # by tokens of a tail
@@ -123,7 +121,7 @@ class TailColumns(_Record, frozen=True, tag=20):
 
     def __post_init__(self) -> None:
         rows = len(self.counts)
-        if not len(self.requests) == len(self.bases) == _NUMBER_BYTES * rows:
+        if not len(self.requests) == len(self.bases) == 8 * rows:
             raise ValueError("columns of different lengths")
         if rows > MAX_ROWS or self.counts.translate(None, _COUNTS):  # 40 times as fast as to look for the greatest
             raise ValueError(f"{rows} tails, expected at most {MAX_ROWS} of at most {MAX_TAIL_TOKENS} tokens")
@@ -230,9 +228,9 @@ class Numbering:
         self._number = 0
 
     def frames(
-        self, records: Sequence[ToDrafter] | Sequence[ToEngine], drops: Drops, *, receiver: int = NO_SESSION
+        self, records: Sequence[ToDrafter] | Sequence[ToEngine], drops: Drops, *, receiver: int = 0
     ) -> list[bytes]:
-        """Pack the records in few frames, without those too large for any."""
+        """Pack the records in few frames, without those too large for any. `receiver`: its session; 0: unknown."""
         if not records:
             return []
         self._number += 1

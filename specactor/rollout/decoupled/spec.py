@@ -41,19 +41,16 @@ class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     spec: DrafterSpec
 
 
-class AskWork(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    trace: bool
-
-
 class Ask(msgspec.Struct, tag=True, frozen=True):
-    verb: Literal["sleep", "wake", "renew", "alive"]
-    """Sleep: forget all requests, stop listening, and free the device. Wake: listen at the same address, as a new
-    incarnation. Renew: draft with these weights. Alive: say anything, as a sign of life."""
+    verb: Literal["work", "sleep", "wake", "renew", "alive"]
+    """Work: say what you did. Sleep: forget all requests, stop listening, and free the device. Wake: listen at the same
+    address, as a new incarnation. Renew: draft with these weights. Alive: say anything, as a sign of life."""
     weights: bytes = b""  # `DraftWeights` as JSON: its type comes with torch, which not every drafter needs
+    trace: bool = False  # record spans from now on
 
 
 class State(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The answer to `Start` and `Ask`."""
+    """The answer to `Start`, and to every `Ask` but for work."""
 
     endpoint: str = ""  # where it listens; as asked for, but with the number of the port
     version: int = 0  # of the weights that it drafts with
@@ -70,7 +67,7 @@ class Work(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     drops: dict[str, int] = {}  # frames, requests and connections that it dropped or refused, by reason
 
 
-ToDrafter = Start | AskWork | Ask
+ToDrafter = Start | Ask
 FromDrafter = State | Work | Failed
 
 TO_DRAFTER: msgspec.msgpack.Decoder[ToDrafter] = msgspec.msgpack.Decoder(ToDrafter)

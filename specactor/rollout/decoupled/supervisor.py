@@ -18,7 +18,6 @@ from specactor.rollout.child_process import ChildDied, ChildProcess
 from specactor.rollout.decoupled.spec import (
     FROM_DRAFTER,
     Ask,
-    AskWork,
     DrafterSpec,
     FromDrafter,
     Start,
@@ -30,7 +29,6 @@ from specactor.rollout.decoupled.spec import (
 if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights
 
-_LOOK_EVERY_S = 0.005
 # silence until a sign of life is asked for, and until it counts as silent: reading prompts takes seconds
 SIGN_EVERY_S = 5.0
 
@@ -77,7 +75,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
 
     def work(self, *, trace: bool, timeout_s: float = 5.0) -> Work | None:
         """Return its `DrafterLoop.work`, None if too late: a batch that reads many prompts can take seconds."""
-        work = self._ask(AskWork(trace=trace), Work, timeout_s)
+        work = self._ask(Ask("work", trace=trace), Work, timeout_s)
         return work if isinstance(work, Work) else None
 
     def renew(self, weights: DraftWeights, *, timeout_s: float) -> str:
@@ -107,7 +105,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         while self.alive and self._is_silent():  # it has not woken yet
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(0.005)
         self.leaving = False
         if not self.alive:
             return True

@@ -18,12 +18,9 @@ from zmq.auth.thread import ThreadAuthenticator
 from specactor.errors import ConfigError
 from specactor.rollout.decoupled.protocol import LARGEST, MAX_FRAME_BYTES, Drops
 
-HEARTBEAT_MS = 5000  # of connections over TCP: after three without an answer one is over, and made anew
-QUEUE_FRAMES = 256
 _RECEIVE_FRAMES = 1024  # at a time; from all sockets in turns
 _INPUT, _AT_ONCE = int(zmq.POLLIN), int(zmq.NOBLOCK)  # plain: arithmetic of enumerations takes tens of us
 _send = zmq.backend.Socket.send  # without pyzmq's wrapper, which costs as much again and does nothing for bytes
-_RANDOM_BITS = 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +52,7 @@ def make_keys() -> tuple[Keys, Keys]:
 
 def new_session() -> int:
     """Return a number above earlier ones, unless the clock went back."""
-    return (time.time_ns() // 1_000_000 << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)) & LARGEST
+    return (time.time_ns() // 1_000_000 << 22 | secrets.randbits(22)) & LARGEST
 
 
 def local_endpoint() -> str:
@@ -188,10 +185,10 @@ def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
     socket.setsockopt(zmq.LINGER, 0)
     if endpoint.startswith("tcp://"):  # a host that is cut off says no goodbye
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-    socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
-    socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)  # milliseconds
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)  # then the connection is over, and made anew
+    for queue in (zmq.SNDHWM, zmq.RCVHWM):
+        socket.setsockopt(queue, 256)  # frames
     # CURVE puts 33 bytes around a frame: command, nonce, code, flags.
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + 33)
 

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from specactor.errors import PlanError
 
 CONFIDENCES = 4  # levels of a drafter's confidence in a draft: 0 .. CONFIDENCES - 1
-SURE = 8.0  # times as many trials as of all drafts that `AcceptanceModel.limit` keeps of drafts of one confidence
 Floats = NDArray[np.float64]
 Counts = NDArray[np.intp]
 
@@ -220,9 +219,9 @@ class AcceptanceModel:
 
     def limit(self, trials: float) -> None:
         """Let what was seen count for at most `trials` per position."""
-        # Drafts of one confidence are much alike, whatever the request, so more of them are kept.
+        # Drafts of one confidence are much alike, whatever the request, so eight times as many are kept.
         most = np.maximum(self._sure.most_trials, 1e-9)  # where nothing was seen, nothing changes
-        self._sure.scale(np.minimum(1.0, SURE * trials / most))
+        self._sure.scale(np.minimum(1.0, 8.0 * trials / most))
         seen = float(max(self._acceptance.most_trials[0], self._coverage.most_trials[0]))
         self._fade(min(1.0, trials / seen) if seen else 1.0)
 

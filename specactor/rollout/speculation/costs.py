@@ -30,7 +30,6 @@ Point = tuple[int, int, float]
 """A measured round: (requests, total, seconds). `total` is rows of a verify, or requests * window of a draft."""
 MAX_NODES = 12  # most points of a fitted axis: ragged rounds have a different number of tokens per request each
 BOUNDS = (0.25, 4.0)  # bounds of a correction: what is further off is a stall, or a table of another machine
-RATIOS = 31  # rounds of a kind whose median is its correction
 MIN_RATIOS = 5  # fewest rounds of a kind for a correction: a median of fewer follows single stalls
 MAX_POINTS = 1024  # rounds of each kind that are remembered
 FIRST_FIT = 12  # rounds before the first fit
@@ -230,7 +229,7 @@ class CostTable:
 
 
 class Correction:
-    """Measured over predicted seconds, by kind of round ("off", a drafter or an option): the median of `RATIOS` rounds,
+    """Measured over predicted seconds, by kind of round ("off", a drafter or an option): the median of 31 rounds,
     within `BOUNDS`; 1 before `MIN_RATIOS`."""
 
     # A stall (a prefill between, a garbage collection) moves a mean but not a median.
@@ -242,7 +241,7 @@ class Correction:
     def observe(self, kind: str, *, predicted_s: float, measured_s: float) -> None:
         """Note a round. `predicted_s` is the table's, without this correction."""
         assert min(predicted_s, measured_s) > 0, (kind, predicted_s, measured_s)
-        self._ratios.setdefault(kind, deque(maxlen=RATIOS)).append(measured_s / predicted_s)
+        self._ratios.setdefault(kind, deque(maxlen=31)).append(measured_s / predicted_s)
         self._factors.pop(kind, None)
 
     def factor(self, kind: str) -> float:

@@ -20,8 +20,8 @@ from specactor.rollout.speculation.verification import Decision, Drafts, common,
 from specactor.rollout.speculation.windows import OFF
 
 FAILURES = 3  # a drafter that raised this often is not asked again
-LOOK_TRIALS = 8.0  # trials that earlier evidence about acceptance is worth when a look brings new
 ABSENT = 5  # while no drafter is there, one is looked for every 2, 4, 8, .. 2**ABSENT rounds
+LOOK_TRIALS = 8.0  # trials that earlier evidence about acceptance is worth when a look brings new
 
 _LOG = logging.getLogger(__name__)
 _Kind = Literal["text", "model"]

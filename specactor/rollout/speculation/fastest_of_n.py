@@ -8,16 +8,13 @@ Shape legend: B requests, W windows 1..max_window, M methods.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from operator import itemgetter
 
 from specactor.rollout.speculation.acceptance import Floats
 from specactor.rollout.speculation.verification import Drafts, common, held
 from specactor.rollout.speculation.windows import OFF
-
-MOST_REQUESTS = 16  # requests with further drafts in a round, at most: each takes 0.1 ms to look at
 
 
 def further(
@@ -32,7 +29,7 @@ def further(
     """
     methods = [[] if name == OFF else [name] for name in owners]
     owned = [i for i, name in enumerate(owners) if name != OFF]
-    for i in sorted(owned, key=lambda i: float(own[owners[i]][i, 0]))[:MOST_REQUESTS]:
+    for i in sorted(owned, key=lambda i: float(own[owners[i]][i, 0]))[:16]:  # each takes 0.1 ms
         others = [name for name in ranked if name != owners[i] and drafts[name][i]]
         methods[i] += others[: most - 1]
     return methods
@@ -92,28 +89,13 @@ def survivals(
     return out
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidates:
-    drafts: Drafts
-    survivals: list[list[float]]  # per request, of all its draft tokens, falling
-    owners: list[list[str]]  # per request, whose these tokens are
-    shared: dict[str, list[int]]  # per drafter and request, tokens that an earlier draft has, too
-
-    def chosen(self, windows: Sequence[int]) -> Drafts:
-        owners = [of_request[:window] for of_request, window in zip(self.owners, windows, strict=True)]
-        out: Drafts = {}
-        for name, lists in self.drafts.items():
-            own = [of_request.count(name) for of_request in owners]
-            if any(own):
-                parts = zip(lists, self.shared[name], own, strict=True)
-                out[name] = [draft[: first + n] if n else [] for draft, first, n in parts]
-        return out
-
-
 def candidates(
     drafts: Drafts, alone: Mapping[str, Floats], after: Mapping[str, Floats], *, max_tokens: int, max_branches: int
-) -> Candidates:
-    """`alone`, `after`: as of `survivals`, by method [B][W]."""
+) -> tuple[list[list[float]], Callable[[Sequence[int]], Drafts]]:
+    """Return (each request's survivals of all its draft tokens, falling; windows -> drafts of those tokens).
+
+    `alone`, `after`: as of `survivals`, by method [B][W].
+    """
     requests = len(next(iter(drafts.values())))
     drafts = fitted(drafts, max_tokens=len(drafts) * max_tokens, max_branches=max_branches)
     names = list(drafts)
@@ -122,7 +104,7 @@ def candidates(
     late = [after[name].tolist() if k else lone[0] for k, name in enumerate(names)]
     all_survivals: list[list[float]] = []
     all_owners: list[list[str]] = []
-    shared: dict[str, list[int]] = {name: [] for name in names}
+    shared: dict[str, list[int]] = {name: [] for name in names}  # per request, tokens that an earlier draft has, too
     for i in range(requests):
         of_request = [drafts[name][i] for name in names]
         rows = survivals(of_request, [lists[i] for lists in lone], [lists[i] for lists in late])
@@ -131,7 +113,18 @@ def candidates(
         chances, owners = _in_order(names, rows)
         all_survivals.append(chances[:max_tokens])
         all_owners.append(owners[:max_tokens])
-    return Candidates(drafts=drafts, survivals=all_survivals, owners=all_owners, shared=shared)
+
+    def chosen(windows: Sequence[int]) -> Drafts:
+        owners = [of_request[:window] for of_request, window in zip(all_owners, windows, strict=True)]
+        out: Drafts = {}
+        for name, lists in drafts.items():
+            own = [of_request.count(name) for of_request in owners]
+            if any(own):
+                parts = zip(lists, shared[name], own, strict=True)
+                out[name] = [draft[: first + n] if n else [] for draft, first, n in parts]
+        return out
+
+    return all_survivals, chosen
 
 
 def _in_order(names: Sequence[str], rows: Sequence[list[float]]) -> tuple[list[float], list[str]]:

@@ -22,20 +22,18 @@ from specactor.rollout.speculation.costs import OnlineCosts
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.drafter_set import DrafterSet
 from specactor.rollout.speculation.estimates import Estimates
-from specactor.rollout.speculation.fastest_of_n import Candidates, candidates, further
+from specactor.rollout.speculation.fastest_of_n import candidates, further
 from specactor.rollout.speculation.verification import Decision, Drafts
 from specactor.rollout.speculation.windows import (
     CHANGE_MARGIN,
     OFF,
     Choice,
-    Option,
     best_windows,
     choose,
     padded,
     whole_drafts,
 )
 
-ENTRY_MARGIN = 0.05  # share by which drafting must be faster to begin: predictions err, and drafters have to catch up
 MARGIN = 0.1
 """Tokens per round by which another drafter must promise more before a request changes; a share while there is no
 pace."""
@@ -64,21 +62,21 @@ class Planner:
         drafts: Drafts,
         *,
         max_branches: int = 0,
-    ) -> dict[str, Option]:
+    ) -> dict[str, Choice]:
         requests = len(sequences)
-        found: dict[str, Option] = {}
-        for name, model in self._acceptance.items():
-            if name in self._drafter_set.there:
-                reading, costs = self._estimates.reading[name], self._costs
-                choice = of_drafter(
-                    *(name, model, costs, sequences, caps, drafts.get(name)), windows=self._windows, ready=reading.ready
-                )
-                found[name] = replace(self._option(name, choice), reading_s=reading.seconds)
         plain_s = self._costs.plain_s(requests)
-        for name, option in found.items():
+        found: dict[str, Choice] = {}
+        for name, model in self._acceptance.items():
+            if name not in self._drafter_set.there:
+                continue
+            reading, costs = self._estimates.reading[name], self._costs
+            choice = of_drafter(
+                *(name, model, costs, sequences, caps, drafts.get(name)), windows=self._windows, ready=reading.ready
+            ).corrected(costs.correction.factor(name), reading.seconds)
             if self._drafter_set.drafters[name].drafts_ahead:
-                gain = self.usual_gain(name, tokens=option.choice.emitted / requests, rounds=option.round_s / plain_s)
-                found[name] = replace(option, usual=gain * requests / plain_s)
+                gain = self.usual_gain(name, tokens=choice.emitted / requests, rounds=choice.round_s / plain_s)
+                choice = replace(choice, usual=gain * requests / plain_s)
+            found[name] = choice
         ready = [name for name, lists in drafts.items() if any(lists)]
         later = [name for name in found if not self._drafter_set.drafters[name].drafts_first] if requests > 1 else []
         goes_further = self._config.fastest_of > 1 and self.may_stop
@@ -87,39 +85,36 @@ class Planner:
             found |= self._mixed(ids, caps, drafts, ready, later, max_branches if goes_further else 0)
         return found
 
-    def choose(self, options: Mapping[str, Option], requests: int) -> Choice:
-        """Return the fastest option, or plain decoding; to begin, drafting must be faster by `ENTRY_MARGIN`."""
+    def choose(self, options: Mapping[str, Choice], requests: int) -> Choice:
+        """Return the fastest option, or plain decoding; to begin, drafting must be 5 % faster."""
         plain_s = self._costs.plain_s(requests) if self.may_stop or not options else float("inf")
-        margin = ENTRY_MARGIN if self.current == OFF else CHANGE_MARGIN
+        # To begin takes more: predictions err, and drafters have to catch up.
+        margin = 0.05 if self.current == OFF else CHANGE_MARGIN
         choice = choose(options, requests=requests, plain_s=plain_s, current=self.current, margin=margin)
-        promising = choice.drafter in options and options[choice.drafter].usual > 0
-        if self.may_stop and not any(choice.windows) and not promising:
+        if self.may_stop and not any(choice.windows) and not choice.usual:
             choice = replace(choice, drafter=OFF)  # a drafter that is asked and never verified
         self.current = choice.drafter
         self.owners.promised(choice.tokens_per_s / requests)
         return choice
 
-    def decision(self, option: Option, choice: Choice, drafts: Drafts, caps: Sequence[int]) -> Decision:
-        """Return what `choice`, of this option, verifies; drafters were asked for `caps` tokens."""
+    def decision(self, choice: Choice, drafts: Drafts, caps: Sequence[int]) -> Decision:
+        """Return what `choice`, one of the options, verifies; drafters were asked for `caps` tokens."""
         windows, kind = list(choice.windows), choice.drafter
         decision = Decision(
-            drafter=kind if option.verified is None else next(iter(drafts)),
+            drafter=kind if choice.verified is None else next(iter(drafts)),
             windows=windows,
             depth=max(caps),
             drafts=[draft[:w] for draft, w in zip(drafts.get(kind, [[]] * len(windows)), windows, strict=True)],
-            predicted_s=option.choice.round_s,
+            predicted_s=choice.predicted_s,
             kind=kind,
         )
-        if option.verified is not None:
-            decision.take(option.verified(windows))
+        if choice.verified is not None:
+            decision.take(choice.verified(windows))
         if not self._drafter_set.drafters[decision.drafter].drafts_first:
             others = decision.beside.values()
             decision.to_draft = [0 if any(lists[i] for lists in others) else w for i, w in enumerate(windows)]
             decision.depth = max(decision.to_draft)
         return decision
-
-    def _option(self, kind: str, choice: Choice, verified: Callable[[Sequence[int]], Drafts] | None = None) -> Option:
-        return Option(choice=choice, factor=self._costs.correction.factor(kind), verified=verified)
 
     def usual_gain(self, drafter: str, *, tokens: float, rounds: float) -> float:
         """Note a round's tokens per request and its seconds, in plain rounds. Returns the usual speed-up.
@@ -141,7 +136,7 @@ class Planner:
         ready: Sequence[str],
         later: Sequence[str],
         max_branches: int,
-    ) -> dict[str, Option]:
+    ) -> dict[str, Choice]:
         """Return the options in which requests have drafters of their own.
 
         `ready`: drafters whose drafts are there; `later`: those that draft once windows are chosen.
@@ -154,18 +149,17 @@ class Planner:
         spent_s = max(costs.draft_s(name, requests)(depth) for name in (*ready, PER_REQUEST))
         verify_W = costs.verify_curve(requests, requests * (1 + most))[::requests][1:]
         seconds = dict.fromkeys(own, verify_W + spent_s)
-        found: dict[str, Option] = {}
+        found: dict[str, Choice] = {}
         for name in later:
             later_s = costs.draft_s(name, requests)
             draft_W = np.array([max(spent_s, later_s(window)) for window in range(1, most + 1)])
-            reading = self._estimates.reading[name]
-            survival_BW = reaching(self._acceptance[name].survivals(ids, covered=False) * reading.ready, caps)
+            ready_share = self._estimates.reading[name].ready
+            survival_BW = reaching(self._acceptance[name].survivals(ids, covered=False) * ready_share, caps)
             both, reach = {**own, name: survival_BW}, {**lengths, name: list(caps)}
             owners = self.owners.of(ids, both, {**seconds, name: verify_W + draft_W})
             if 0 < owners.count(name) < requests:  # one drafter for all is an option of its own
                 kind = f"{PER_REQUEST} with {name}"
-                option = self._per_request(kind, owners, both, drafts, reach, spent_s, late=name)
-                found[kind] = replace(option, reading_s=reading.seconds)
+                found[kind] = self._per_request(kind, owners, both, drafts, reach, spent_s, late=name)
         if len(ready) < 2:
             return found
         owners = self.owners.of(ids, own, seconds)
@@ -173,10 +167,11 @@ class Planner:
         trees = self._trees(ids, drafts, owners, alone, own, max_branches) if max_branches else None
         if trees is not None:
             spent_s = max(spent_s, costs.draft_s(FASTEST, requests)(depth))
-            survival_BW, tree_lengths = padded(trees.survivals, most)
+            of_trees, chosen = trees
+            survival_BW, tree_lengths = padded(of_trees, most)
             verify_N1 = costs.verify_curve(requests, requests * (1 + most))
             choice = best_windows(survival_BW, tree_lengths, verify_N1=verify_N1, draft_s=lambda depth: spent_s)
-            found[FASTEST] = self._option(FASTEST, choice, trees.chosen)
+            found[FASTEST] = replace(choice.corrected(costs.correction.factor(FASTEST)), verified=chosen)
         return found
 
     def _per_request(
@@ -189,7 +184,7 @@ class Planner:
         spent_s: float,
         *,
         late: str = "",
-    ) -> Option:
+    ) -> Choice:
         """Return the option in which requests have the drafters `owners`.
 
         Args:
@@ -211,7 +206,9 @@ class Planner:
             draft_s=lambda depth: max(spent_s, later_s(depth)),
             drafted=[name != late for name in owners],
         )
-        return self._option(kind, choice, partial(_of_owners, drafts, owners, late))
+        reading_s = self._estimates.reading[late].seconds if late else 0.0
+        choice = choice.corrected(self._costs.correction.factor(kind), reading_s)
+        return replace(choice, verified=partial(_of_owners, drafts, owners, late))
 
     def _trees(
         self,
@@ -221,7 +218,8 @@ class Planner:
         alone: Mapping[str, Floats],
         own: Mapping[str, Floats],
         max_branches: int,
-    ) -> Candidates | None:
+    ) -> tuple[list[list[float]], Callable[[Sequence[int]], Drafts]] | None:
+        """Return `candidates` of all requests; None where no request gets a further method."""
         # Algorithm 3. Drafts that come first cost about the same, so the ladder goes by acceptance.
         ladder = sorted(own, key=lambda name: (-self._acceptance[name].rate, name))
         methods = further(owners, drafts, own, ranked=ladder, most=self._config.fastest_of)

@@ -20,8 +20,7 @@ LOOK_SHARE = 0.01  # share of plain decoding's seconds that looks may take; half
 FEW = 8  # requests: of more, somebody has a draft in any round, if drafts are good
 MOST_TRIES = 6  # times that a look is taken up again while drafts are on their way
 MAX_REST = 4096  # most rounds between two looks
-MOST_AGAIN = 32  # looks in every round, with FEW requests, after draft tokens were accepted
-AGAIN_SHARE = 0.5  # share of a plain round that each of these may take
+MOST_AGAIN = 32  # looks in every round, for half of its time at most, with FEW requests, after drafts were accepted
 
 
 Seen = tuple[str, int, int, int, int]
@@ -128,7 +127,7 @@ class BackOff:
         self._rounds = self._requests = 0
         look_s += self._look_s
         self._end_look()
-        if requests <= FEW and self._again and look_s <= AGAIN_SHARE * plain_s:
+        if requests <= FEW and self._again and look_s <= plain_s / 2:
             self._again -= 1
             self._pause = 1
             return

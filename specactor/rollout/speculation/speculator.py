@@ -251,7 +251,7 @@ class Speculator:
         self._back_off.restart()
         if some < requests:
             self.drafter_set.tell(sequences)
-        decision = self.planner.decision(options[choice.drafter], choice, drafts, caps)
+        decision = self.planner.decision(choice, drafts, caps)
         self._look(sequences, drafts, caps, decision)
         if len(self.drafters) > 1:
             self._settle(sequences, drafts, decision, choice.reason)

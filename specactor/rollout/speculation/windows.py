@@ -9,7 +9,7 @@ Shape legend: B requests, W max_window, N rows beyond each request's first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 import numpy as np
@@ -23,9 +23,17 @@ CHANGE_MARGIN = 0.02  # share by which another drafter must be faster than the c
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
+    """What a round may verify, and what that is predicted to bring."""
+
     windows: tuple[int, ...]  # draft tokens to verify of each request; 0: a plain step
     emitted: float  # tokens of all requests together
     round_s: float
+    factor: float = 1.0  # measured over predicted seconds of such rounds, by which `round_s` was corrected
+    reading_s: float = 0.0  # of `round_s`, what its drafter reads of new texts, where they come all the time
+    usual: float = 0.0
+    """Tokens per second of such rounds on average, where drafts that are missing come in the next round."""
+    verified: Callable[[Sequence[int]], Drafts] | None = None
+    """Windows -> what is verified; None: drafts of the drafter that the option is named after."""
     drafter: str = ""  # as `choose` names it; OFF for plain decoding
     reason: str = ""  # for logs: "off: 512 tok/s; suffix 498"
 
@@ -33,25 +41,18 @@ class Choice:
     def tokens_per_s(self) -> float:
         return self.emitted / self.round_s
 
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    choice: Choice
-    factor: float = 1.0  # measured over predicted seconds of such rounds
-    reading_s: float = 0.0  # what its drafter reads of new texts in such a round, where they come all the time
-    usual: float = 0.0
-    """Tokens per second of such rounds on average, where drafts that are missing come in the next round."""
-    verified: Callable[[Sequence[int]], Drafts] | None = None
-    """Windows -> what is verified; None: drafts of the drafter that the option is named after."""
+    @property
+    def speed(self) -> float:
+        """Predicted tokens per second: of this round or as usual, whichever is more."""
+        return max(self.tokens_per_s, self.usual)
 
     @property
-    def round_s(self) -> float:
-        return self.choice.round_s * self.factor + self.reading_s
+    def predicted_s(self) -> float:
+        """Return the seconds of a round without reading, uncorrected."""
+        return (self.round_s - self.reading_s) / self.factor
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Predicted: of this round or as usual, whichever is more."""
-        return max(self.choice.emitted / self.round_s, self.usual)
+    def corrected(self, factor: float, reading_s: float = 0.0) -> Choice:
+        return replace(self, round_s=self.round_s * factor + reading_s, factor=factor, reading_s=reading_s)
 
 
 def padded(survivals: Sequence[Sequence[float]], max_window: int) -> tuple[NDArray[np.float64], list[int]]:
@@ -133,7 +134,7 @@ def whole_drafts(
 
 
 def choose(
-    options: Mapping[str, Option], *, requests: int, plain_s: float, current: str = OFF, margin: float = CHANGE_MARGIN
+    options: Mapping[str, Choice], *, requests: int, plain_s: float, current: str = OFF, margin: float = CHANGE_MARGIN
 ) -> Choice:
     """Return the fastest of the options and plain decoding, with corrected seconds. Another drafter than `current` must
     be faster by `margin`; plain decoding need not, and wins among equals, then the first name. What counts as fast as
@@ -142,23 +143,16 @@ def choose(
     assert plain_s > 0, plain_s
     assert margin >= 0, margin
     assert OFF not in options, "which is plain decoding"
-    speeds, seconds = {OFF: requests / plain_s}, {OFF: plain_s}
-    for name in sorted(options):
-        choice = options[name].choice
-        assert len(choice.windows) == requests, (name, choice.windows)
-        seconds[name], speeds[name] = options[name].round_s, options[name].tokens_per_s
+    found = {OFF: Choice(windows=(0,) * requests, emitted=float(requests), round_s=plain_s)}
+    found |= {name: options[name] for name in sorted(options)}
+    assert all(len(choice.windows) == requests for choice in found.values()), (requests, found)
+    speeds = {name: choice.speed for name, choice in found.items()}
     ranked = sorted(speeds, key=lambda name: -speeds[name])  # stable: off first among equals, then by name
     picked = ranked[0]
     if picked != OFF and current in speeds and speeds[picked] <= speeds[current] * (1 + margin):
         picked = current
     others = "".join(f"; {name} {speeds[name]:.0f}" for name in ranked if name != picked)
-    return Choice(
-        windows=(0,) * requests if picked == OFF else options[picked].choice.windows,
-        emitted=float(requests) if picked == OFF else options[picked].choice.emitted,
-        round_s=seconds[picked],
-        drafter=picked,
-        reason=f"{picked}: {speeds[picked]:.0f} tok/s{others}",
-    )
+    return replace(found[picked], drafter=picked, reason=f"{picked}: {speeds[picked]:.0f} tok/s{others}")
 
 
 def _rows_in_order(

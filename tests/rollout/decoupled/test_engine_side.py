@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specactor.rollout.decoupled import protocol
-from specactor.rollout.decoupled.engine_side import BEAT_EVERY_S, REOPEN_EVERY_S, SILENT_S, Tails
+from specactor.rollout.decoupled.engine_side import BEAT_EVERY_S, SILENT_S, Tails
 from specactor.rollout.decoupled.protocol import (
     Beat,
     Close,
@@ -272,7 +272,7 @@ def test_what_a_drafter_asks_for_is_sent_again_but_not_all_the_time() -> None:
     end.say()
     end.hear(Resend(requests=[1, 2, 77]))
     assert end.say() == [], "just opened"
-    end.now_s += REOPEN_EVERY_S
+    end.now_s += 0.1
     end.hear(Resend(requests=[1, 2, 77]))
     assert [record.request for record in end.say() if isinstance(record, Open)] == [1]
 

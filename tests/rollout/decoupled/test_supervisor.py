@@ -17,7 +17,7 @@ import torch
 from specactor.errors import EngineError
 from specactor.rollout.decoupled import supervisor
 from specactor.rollout.decoupled.remote_drafter import Decoupled, connect
-from specactor.rollout.decoupled.spec import Ask, AskWork, DrafterSpec, State, Work
+from specactor.rollout.decoupled.spec import Ask, DrafterSpec, State, Work
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, Keys, ZmqLink, local_endpoint, make_keys, new_session
 from specactor.rollout.process_guard import descendants
@@ -93,7 +93,7 @@ def assert_drafts(spec: DrafterSpec) -> None:
 
 def test_questions_that_arrive_together_are_all_answered(drafter: DrafterProcess) -> None:
     """As when a push comes while the process has still to say that it is alive."""
-    questions = (Ask("alive"), Ask("alive"), AskWork(trace=False))
+    questions = (Ask("alive"), Ask("alive"), Ask("work"))
     calls = [drafter.call(question) for question in questions]
     assert [type(call.next(PATIENCE_S)) for call in calls] == [State, State, Work]
 

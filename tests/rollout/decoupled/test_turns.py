@@ -8,7 +8,7 @@ import pytest
 
 from specactor.rollout.decoupled.drafter_side import Continuer, Lane
 from specactor.rollout.decoupled.engine_side import Tails
-from specactor.rollout.decoupled.main import MAX_TURNS, DrafterLoop
+from specactor.rollout.decoupled.main import DrafterLoop
 from specactor.rollout.decoupled.protocol import Drops
 
 STEP_S = 0.002
@@ -235,11 +235,11 @@ def test_what_is_remembered_is_bounded() -> None:
     loop = loop_of(world)
     loop.turn()
     world.open(1)
-    for _ in range(2 * MAX_TURNS):
+    for _ in range(1024):
         loop.turn()
         world.outputs[0].append(7)
         world.tails.commit(["r0"])
-    assert len(loop.work(trace=False).turns) == MAX_TURNS
+    assert len(loop.work(trace=False).turns) == 512
 
 
 def test_lanes_that_were_refused_say_nothing_of_what_lanes_take(monkeypatch: pytest.MonkeyPatch) -> None:

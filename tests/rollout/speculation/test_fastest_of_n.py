@@ -14,7 +14,7 @@ from specactor.errors import ConfigError
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.fastest_of_n import MOST_REQUESTS, further
+from specactor.rollout.speculation.fastest_of_n import further
 from specactor.rollout.speculation.planner import FASTEST, reaching
 from specactor.rollout.speculation.verification import Drafts
 from specactor.rollout.speculation.windows import OFF
@@ -41,7 +41,7 @@ def methods_of(*rates: float, most: int = 3) -> list[list[str]]:
 def test_those_that_accept_least_have_several() -> None:
     assert methods_of(0.3) == [["a", "c", "b"]]
     found = methods_of(*[0.3 + 0.01 * i for i in range(40)])
-    assert [len(of) > 1 for of in found] == [True] * MOST_REQUESTS + [False] * (40 - MOST_REQUESTS)
+    assert [len(of) > 1 for of in found] == [True] * 16 + [False] * 24
 
 
 def test_no_more_than_n() -> None:

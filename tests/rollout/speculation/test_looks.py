@@ -7,7 +7,6 @@ import pytest
 from specactor.rollout.speculation.acceptance import CONFIDENCES
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.probing import (
-    AGAIN_SHARE,
     FEW,
     LOOK_AT_LEAST_EVERY,
     LOOK_EVERY,
@@ -103,7 +102,7 @@ def test_looks_in_every_round_have_a_price() -> None:
     """A drafter that takes as long as two rounds would make decoding three times as slow."""
     rest = BackOff()
     rest.paid()
-    rest.looked(look_s=AGAIN_SHARE, plain_s=1.0, requests=1)
+    rest.looked(look_s=0.5, plain_s=1.0, requests=1)
     assert until_over(rest) == 1
     rest.looked(look_s=2.0, plain_s=1.0, requests=1)
     assert until_over(rest) >= 2.0 / LOOK_SHARE

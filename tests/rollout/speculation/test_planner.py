@@ -401,7 +401,7 @@ class Watched(World):
 
         def choose(options, requests):  # type: ignore[no-untyped-def]
             choice = right(options, requests)
-            speeds = {name: one.choice.emitted / (one.choice.round_s * one.factor) for name, one in options.items()}
+            speeds = {name: one.tokens_per_s for name, one in options.items()}
             seen.append((speeds, choice.drafter, choice.tokens_per_s))
             return choice
 

@@ -13,7 +13,7 @@ from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.planner import Planner
 from specactor.rollout.speculation.probing import LOOK_EVERY
 from specactor.rollout.speculation.verification import Drafts
-from specactor.rollout.speculation.windows import OFF, Option
+from specactor.rollout.speculation.windows import OFF, Choice
 from tests.rollout.speculation import world as world_module
 from tests.rollout.speculation.world import STEP_S, Coin, World, auto, truth
 
@@ -222,7 +222,7 @@ class SomeAlone(Planner):
 
     def options(
         self, sequences: Sequence[DraftSequence], caps: Sequence[int], drafts: Drafts, *, max_branches: int = 0
-    ) -> dict[str, Option]:
+    ) -> dict[str, Choice]:
         if self.current == OFF:
             for lists in drafts.values():
                 lists[speculator.LOOKED_AT :] = [[] for _ in lists[speculator.LOOKED_AT :]]

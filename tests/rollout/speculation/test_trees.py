@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.estimates import Estimates
-from specactor.rollout.speculation.fastest_of_n import Candidates, candidates, fitted, survivals
+from specactor.rollout.speculation.fastest_of_n import candidates, fitted, survivals
 from specactor.rollout.speculation.verification import Drafts, accepted_path, branches, common, credits_of, merged
 
 
@@ -126,7 +126,9 @@ def test_probabilities_by_hand() -> None:
     assert own[3] == pytest.approx([0.4 * 0.3 / 0.4])
 
 
-def of_estimates(estimates: Estimates, drafts: Drafts, *, max_branches: int) -> Candidates:
+def of_estimates(
+    estimates: Estimates, drafts: Drafts, *, max_branches: int
+) -> tuple[list[list[float]], Callable[[Sequence[int]], Drafts]]:
     """Of requests 0, 1, .."""
     ids = [str(i) for i in range(len(per_request(drafts)))]
     alone, after = (
@@ -141,10 +143,10 @@ def test_chosen_tokens_are_the_likeliest(drafts: Drafts, max_branches: int, data
     requests = len(per_request(drafts))
     estimates = Estimates(dict.fromkeys(drafts, Nobody()), max_window=5)
     estimates.acceptance = {n: AcceptanceModel(max_window=5, prior_rate=0.4 + 0.1 * i) for i, n in enumerate(drafts)}
-    trees = of_estimates(estimates, drafts, max_branches=max_branches)
-    windows = [data.draw(st.integers(0, len(chances))) for chances in trees.survivals]
-    assert all(a >= b for chances in trees.survivals for a, b in pairwise(chances))
-    chosen = trees.chosen(windows)
+    all_chances, tokens_of = of_estimates(estimates, drafts, max_branches=max_branches)
+    windows = [data.draw(st.integers(0, len(chances))) for chances in all_chances]
+    assert all(a >= b for chances in all_chances for a, b in pairwise(chances))
+    chosen = tokens_of(windows)
     held = per_request(chosen) if chosen else [()] * requests
     assert [len(merged(of_request).tokens) for of_request in held] == windows
     assert sum(len(branches(merged(of_request))) for of_request in held) <= max_branches
@@ -155,7 +157,7 @@ def test_drafters_that_err_together_are_worth_less() -> None:
     drafts: Drafts = {"a": [[1, 2]], "b": [[3]]}
 
     def chance() -> float:
-        return min(of_estimates(estimates, drafts, max_branches=1).survivals[0])
+        return min(of_estimates(estimates, drafts, max_branches=1)[0][0])
 
     before = chance()
     for _ in range(50):

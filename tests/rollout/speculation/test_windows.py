@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.windows import (
     Choice,
-    Option,
     best_windows,
     choose,
     padded,
@@ -242,11 +241,11 @@ def test_costs_that_cannot_be_are_refused() -> None:
 # --- which drafter ----------------------------------------------------------------------------------------------------
 
 
-def option(tokens_per_s: float, factor: float = 1.0) -> Option:
-    return Option(choice=Choice(windows=(2, 1), emitted=4.0, round_s=4.0 / tokens_per_s), factor=factor)
+def option(tokens_per_s: float, factor: float = 1.0) -> Choice:
+    return Choice(windows=(2, 1), emitted=4.0, round_s=4.0 / tokens_per_s).corrected(factor)
 
 
-def drafter(options: dict[str, Option], current: str = "off", margin: float = 0.02) -> str:
+def drafter(options: dict[str, Choice], current: str = "off", margin: float = 0.02) -> str:
     """Plain decoding makes 100 tokens/s."""
     return choose(options, requests=2, plain_s=0.02, current=current, margin=margin).drafter
 
