@@ -42,7 +42,7 @@ def digest_of(raw: memoryview | torch.Tensor) -> int:
 
 def device_total(flat: torch.Tensor) -> torch.Tensor:
     # A chunk of a plan is often small: what it takes is the start of each kernel.
-    totals = []
+    totals = list[torch.Tensor]()
     piece = 8 * 2**20  # so words take 64 MiB
     for words in torch.split(flat, piece):
         start = 2 * piece * len(totals) + 1
