@@ -143,6 +143,21 @@ def wandb_key(environ: Mapping[str, str], home: Path) -> bool:
     return False
 
 
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def free_memory_bytes() -> int:
+    """Return what may still be taken of the machine's memory, or of a container's or job's where that is less."""
+    free = int(psutil.virtual_memory().available)
+    own = CGROUPS / OWN_CGROUP.read_text().strip().rpartition("::/")[2]
+    for group in (own, *own.parents):
+        with contextlib.suppress(OSError, ValueError):  # no group, or one without a limit: "max"
+            limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+            pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            free = min(free, limit - used + int(pages["active_file"]) + int(pages["inactive_file"]))  # caches go
+    return max(0, free)
+
+
 def _memory_bytes() -> int:
     total = int(psutil.virtual_memory().total)
     limit = Path("/sys/fs/cgroup/memory.max")

@@ -69,6 +69,7 @@ _CORRECTED = {"qwen2_moe": {"moe_shared_expert_gate": True}, "mixtral": {"moe_ro
 """What mbridge gets wrong, by model type: it builds no gate, and scales the chosen experts by less than 1 in sum."""
 _ALL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
+    "quantization_config": (None,),  # its weights would be read without their scales
     # Logits in float32 would not be the trainer's, and on GPUs depend on how many rows are computed together.
     **dict.fromkeys(("enable_lm_head_fp32", "enable_lm_head_output_fp32"), (False,)),
 }

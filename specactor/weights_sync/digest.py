@@ -41,13 +41,14 @@ def digest_of(raw: memoryview | torch.Tensor) -> int:
 
 
 def device_total(flat: torch.Tensor) -> torch.Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    # A chunk of a plan is often small: what it takes is the start of each kernel.
+    totals = list[torch.Tensor]()
     piece = 8 * 2**20  # so words take 64 MiB
-    for start in range(0, flat.numel(), piece):
-        words = flat[start : start + piece].to(torch.int64)
-        index = torch.arange(start, start + words.numel(), device=flat.device, dtype=torch.int64)
-        total += (words * (2 * index + 1)).sum()
-    return total
+    for words in torch.split(flat, piece):
+        start = 2 * piece * len(totals) + 1
+        odd = torch.arange(start, start + 2 * len(words), 2, device=flat.device, dtype=torch.int64)
+        totals.append(odd.mul_(words).sum())
+    return totals[0] if len(totals) == 1 else torch.stack(totals).sum()
 
 
 def read_totals(totals: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -17,11 +17,11 @@ from itertools import accumulate
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
 from specactor.errors import WeightSyncError
+from specactor.parallel.devices import free_memory_bytes
 from specactor.weights_sync.buckets import Slot, aligned
 from specactor.weights_sync.cuda_ipc import GpuMemory, OpenedMemory, exported, places, uuid_of
 from specactor.weights_sync.digest import copy_with_digest, device_total, read_totals
@@ -163,7 +163,7 @@ def unregister(data: torch.Tensor) -> None:
 
 def room_bytes(local_ranks: int) -> int:
     """Return the host memory for one of so many ranks' copies: together half of what is free."""
-    return int(psutil.virtual_memory().available) // (2 * local_ranks)
+    return free_memory_bytes() // (2 * local_ranks)
 
 
 class SharedCopy:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from specactor.errors import WeightSyncError
 
 PIECE_BYTES = 2**20  # of what is copied at once: it fits a core's second-level cache, so a digest costs no second read
-# About that of one digest: all ranks hold the chunks of all hosts, and a GPU's digest takes 25 times as much memory.
+# About that of one digest: all ranks hold the chunks of all hosts, and a GPU's digest takes nine times as much memory.
 CHUNK_BYTES = 2**22
 
 Ints = npt.NDArray[np.int64]
@@ -347,8 +347,9 @@ def _blocks(runs: _Runs) -> tuple[Block, ...]:
     follows = (to[1:] == to[:-1] + length[:-1]) & (at[1:] == at[:-1] + length[:-1]) & (memory[1:] == memory[:-1])
     starts = np.concatenate([[0], np.flatnonzero(~follows) + 1])
     to, at, memory, length = to[starts], at[starts], memory[starts], np.add.reduceat(length, starts)
-    alike = (length[1:] == length[:-1]) & (memory[1:] == memory[:-1])
     to_step, at_step = np.diff(to), np.diff(at)
+    # On a GPU tensors have no steps back.
+    alike = (length[1:] == length[:-1]) & (memory[1:] == memory[:-1]) & (at_step > 0)
     changes = np.ones(len(alike), bool)
     changes[1:] = (to_step[1:] != to_step[:-1]) | (at_step[1:] != at_step[:-1])
     begins = [0]

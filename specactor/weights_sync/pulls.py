@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from specactor.parallel.collective import Collective
 from specactor.weights_sync.digest import digest_of, digest_spans
@@ -19,6 +22,8 @@ from specactor.weights_sync.mirrors import Crossing, Mirrors, crossings
 from specactor.weights_sync.plan import Chunk, Held, Span, merged, nearer
 
 Spans = tuple[Span, ...]
+Digests = npt.NDArray[np.uint64]
+"""By number of what is digested: ranks one after the other, each in its order."""
 
 
 class JobPlan:
@@ -53,8 +58,9 @@ class JobPlan:
         self.through_host = ""  # why engines read host memory of what lies on their own GPU
         self.chunks: dict[int, list[tuple[Chunk, ...]]] = {}  # by engine of this rank, per rank of it
         self._order: list[list[Spans]] = [[] for _ in holdings]  # what each rank digests
-        # By spans: those which are to have the same digest, of other owners.
-        self._alike: defaultdict[Spans, dict[Spans, None]] = defaultdict(dict)
+        # Numbers of what is to have the same digest, of other owners; a large job has millions, looked at in each push.
+        self._alike = np.zeros((0, 2), np.int64)
+        self._numbers: dict[int, list[npt.NDArray[np.int64]]] = {}  # of `chunks`
         self._crossings: list[Crossing] = []
         first = self._owner.index(collective.rank)
         own = holdings[collective.rank].addresses
@@ -76,12 +82,19 @@ class JobPlan:
         )
         told = [part for part, _ in everyone]
         self.through_host = next((reason for _, reason in everyone if reason), "")
-        first: dict[int, Spans] = {}  # by place in an engine
-        for spans, place in dict.fromkeys(each[:2] for part in told for each in part):
-            if first.setdefault(place, spans) != spans:
-                self._alike[spans][first[place]] = None
         for spans in dict.fromkeys(spans for part in told for spans, _, _ in part):
             self._order[self._owner[spans[0].memory]].append(spans)
+        numbers = {spans: number for number, spans in enumerate(chain(*self._order))}
+        first: dict[int, int] = {}  # by place in an engine
+        alike: dict[tuple[int, int], None] = {}
+        for number, place in dict.fromkeys((numbers[spans], place) for part in told for spans, place, _ in part):
+            if (other := first.setdefault(place, number)) != number:
+                alike[number, other] = None
+        self._alike = np.array([*alike], np.int64).reshape(-1, 2)
+        self._numbers = {
+            engine: [np.array([numbers[chunk.spans] for chunk in part], np.int64) for part in parts]
+            for engine, parts in self.chunks.items()
+        }
         problem, room = "", room_bytes(self._hosts.count(self._hosts[self._collective.rank]))
         if self._on_device is not None:
             read = [spans for part in told for spans, _, on_gpu in part if not on_gpu]
@@ -117,47 +130,41 @@ class JobPlan:
         memories = {number: memory.numpy() for number, memory in self._memories.items()}
         return tuple(digest_spans(memories, spans) for spans in own)
 
-    def wanted(self, digests: Sequence[Sequence[int]]) -> dict[Spans, int]:
+    def wanted(self, digests: Sequence[Sequence[int]]) -> Digests:
         """Return the digests that engines are to have, from every rank's `digests()`."""
-        return {
-            spans: digest
-            for each, found in zip(self._order, digests, strict=True)
-            for spans, digest in zip(each, found, strict=True)
-        }
+        return np.array([*chain(*digests)], np.uint64)
 
-    def apart(self, wanted: Mapping[Spans, int]) -> str:
+    def apart(self, wanted: Digests) -> str:
         """Return which parameters this rank's engines take from copies that differ."""
-        others = {a: b for a, alike in self._alike.items() for b in alike if wanted[a] != wanted[b]}
-        for chunk in (chunk for ranks in self.chunks.values() for part in ranks for chunk in part):
-            if (other := others.get(chunk.spans)) is not None:
-                ranks = sorted(self._owner[spans[0].memory] for spans in (other, chunk.spans))
-                return (
-                    f"{_names(chunk)} is not the same on trainer ranks {ranks[0]} and {ranks[1]}, which hold a copy "
-                    "each; resume from a checkpoint of before this step"
-                )
+        others = dict(self._alike[np.not_equal(*wanted[self._alike.T])].tolist())
+        for engine, ranks in self.chunks.items() if others else ():
+            for part, numbers in zip(ranks, self._numbers[engine], strict=True):
+                for chunk, number in zip(part, numbers.tolist(), strict=True):
+                    if number in others:
+                        ends = np.cumsum([len(each) for each in self._order])
+                        low, high = sorted(np.searchsorted(ends, [number, others[number]], "right"))
+                        return (
+                            f"{_names(chunk)} is not the same on trainer ranks {low} and {high}, which hold a copy "
+                            "each; resume from a checkpoint of before this step"
+                        )
         return ""
 
-    def difference(self, replies: Mapping[int, Sequence[Answer]], wanted: Mapping[Spans, int]) -> str:
+    def difference(self, replies: Mapping[int, Sequence[Answer]], wanted: Digests) -> str:
         """Return which parameters of this rank's engines are not the trainer's."""
         for engine, ranks in replies.items():
-            for rank, (reply, chunks) in enumerate(zip(ranks, self.chunks[engine], strict=True)):
-                if problem := _difference(chunks, reply.digests, wanted):
-                    return f"engine {engine}, rank {rank}: {problem}"
+            for rank, (reply, numbers) in enumerate(zip(ranks, self._numbers[engine], strict=True)):
+                came, due = np.array(reply.digests, np.uint64), wanted[numbers]
+                if len(came) != len(due):
+                    return f"engine {engine}, rank {rank}: {len(came)} of {len(due)} digests came back"
+                if wrong := np.flatnonzero(came != due).tolist():
+                    chunk = self.chunks[engine][rank][wrong[0]]
+                    return f"engine {engine}, rank {rank}: {_names(chunk)} arrived with a wrong digest"
         return ""
 
     def close(self) -> None:
         self._mirrors.close()
         if self._on_device is not None:
             self._on_device.read_by(())
-
-
-def _difference(chunks: Sequence[Chunk], digests: Sequence[int], wanted: Mapping[Spans, int]) -> str:
-    if len(digests) != len(chunks):
-        return f"{len(digests)} of {len(chunks)} digests came back"
-    for chunk, digest in zip(chunks, digests, strict=True):
-        if wanted[chunk.spans] != digest:
-            return f"{_names(chunk)} arrived with a wrong digest"
-    return ""
 
 
 def _names(chunk: Chunk) -> str:

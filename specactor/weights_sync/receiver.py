@@ -32,7 +32,7 @@ _COMPARED_BYTES = 2**26
 """What is compared at once: a GPU makes a byte per element, and a copy of what comes from the host."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_MAX_VIEWS = 256  # mapped buckets and mirrors that are kept; `sender.MOST_KEPT` is half of it
+_MAX_VIEWS = 1024  # mapped buckets and mirrors that are kept: two of each rank, and `sender.MOST_KEPT`
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -315,7 +315,8 @@ class Receiver:
 
     def _arrived(self, rank: EngineRank, bucket: Bucket) -> list[_Arrived]:
         data = self._open(bucket.address)
-        if bucket.of_gpu:
+        if bucket.of_gpu:  # of several hosts' buckets each is used in part
+            data = data[: max(slot.offset + slot.num_bytes for slot in bucket.slots)]
             data = data.to(next(rank.model.parameters()).device)
         host = data.numpy().data if data.device.type == "cpu" else None
         arrived = []

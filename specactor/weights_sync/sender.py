@@ -159,6 +159,8 @@ class Push:
         self.link_bytes = 0
         self.lacks_room = False  # whether a rank had no memory for a plan
         self._config = config
+        # A rank has a bucket of its own, and about one's mirror of each other host.
+        self._bucket_bytes = config.bucket_bytes // len(set(hosts))
         self._collective = collective
         self._hosts = hosts
         self._buffers = buffers
@@ -178,8 +180,7 @@ class Push:
     def stream(self, call: str, source: RankShards) -> None:
         """Pack, exchange and send round by round, until every engine has answered to all."""
         self.num_bytes = self.num_rounds = self._turn = 0
-        num_hosts = len(set(self._hosts))  # a rank has a bucket of its own, and about one's mirror of each other host
-        own_rounds = source.rounds(self._config.bucket_bytes * 15 // 16 // num_hosts)  # the rest is for alignment
+        own_rounds = source.rounds(self._bucket_bytes * 15 // 16)  # the rest is for alignment
         last = False
         while not last:
             tensors = next(own_rounds, None)
@@ -306,7 +307,7 @@ class Push:
     def _room(self, side: int, num_bytes: int) -> torch.Tensor:
         """Return the bucket, grown where one tensor or alignment needs it."""
         while len(self._buffers) <= side:
-            self._buffers.append(SharedBuffer(max(num_bytes, self._config.bucket_bytes)))
+            self._buffers.append(SharedBuffer(max(num_bytes, self._bucket_bytes)))
         old = self._buffers[side]
         if old.data.numel() < num_bytes:
             self._buffers[side] = SharedBuffer(num_bytes)

@@ -13,6 +13,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
+from specactor.parallel import devices
 from specactor.parallel.devices import PROBES, detect, gpu_uuid, gpus, probe, return_unused, wandb_key
 
 
@@ -23,6 +24,30 @@ def test_this_machine() -> None:
     assert set(found.packages) == set(PROBES)
     assert len(found.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert found.wandb_key in (True, False)
+
+
+def test_a_container_or_job_has_less_free_memory_than_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group and those around it the fullest counts, without the files that it caches."""
+    monkeypatch.setattr(devices, "CGROUPS", tmp_path)
+    monkeypatch.setattr(devices, "OWN_CGROUP", tmp_path / "own")
+    (tmp_path / "own").write_text("1:cpu:/\n0::/job/step\n")
+    whole = devices.free_memory_bytes()
+    assert whole > 2**20, "there are no groups here"
+    (tmp_path / "job/step").mkdir(parents=True)
+
+    def group(folder: Path, limit: object, used: int) -> None:
+        for name, text in {"max": limit, "current": used, "stat": "anon 1\nactive_file 30\ninactive_file 12"}.items():
+            (folder / f"memory.{name}").write_text(f"{text}\n")
+
+    group(tmp_path / "job", 1000, 400)
+    group(tmp_path / "job/step", "max", 400)
+    assert devices.free_memory_bytes() == 642
+    group(tmp_path / "job/step", 500, 400)
+    assert devices.free_memory_bytes() == 142
+    group(tmp_path / "job", 300, 400)
+    assert devices.free_memory_bytes() == 0
 
 
 def test_free_pages_between_used_ones_go_back() -> None:

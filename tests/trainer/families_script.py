@@ -58,6 +58,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *((kind, {"hidden_act": "gelu"}, "hidden_act gelu") for kind in FAMILIES),
     *((kind, {"attention_bias": True}, "attention_bias True") for kind in ("llama", "qwen3", "qwen3_moe")),
     ("llama", {"mlp_bias": True}, "mlp_bias True"),
+    ("qwen3_moe", {"quantization_config": {"bits": 8}}, "quantization_config {'bits': 8}"),
     ("qwen3", {"enable_lm_head_fp32": True}, "enable_lm_head_fp32 True"),
     ("glm4_moe", {"enable_lm_head_output_fp32": True}, "enable_lm_head_output_fp32 True"),
     ("qwen2_moe", {"qkv_bias": False}, "qkv_bias False"),

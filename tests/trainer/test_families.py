@@ -72,7 +72,7 @@ def test_a_model_that_would_be_built_as_another_is_refused_by_the_fields_name(fo
     assert found["alike"] == [""] * len(ALIKE)
     assert found["early"].startswith("model.path: got 'mlp_bias True in "), "before engines have started"
     for (kind, change, named), said in zip(REFUSED, found["refused"], strict=True):
-        assert said.startswith(f"model.path: got '{named} in "), (kind, change)
+        assert said.startswith(f"model.path: got {f'{named} in '!r}"[:-1]), (kind, change)
         assert f", which models of type {kind} are built with. Another model would be trained" in said
 
 

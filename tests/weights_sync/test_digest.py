@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specactor.weights_sync import digest as module
 from specactor.weights_sync.digest import copy_and_digest, digest, digest_spans
@@ -53,6 +55,27 @@ def test_the_device_form_is_the_same_in_one_piece_and_in_many() -> None:
     index = torch.arange(data.numel(), dtype=torch.int64)
     whole = int((data.to(torch.int64) * (2 * index + 1)).sum()) & (2**64 - 1)
     assert module.digest_of(data) == whole
+
+
+def test_a_chunk_takes_a_device_few_kernels() -> None:
+    """A plan has thousands of small ones, whose digests begin one after the other."""
+    data = torch.ones(1000, dtype=torch.uint8)
+    with Kernels() as made:  # type: ignore[no-untyped-call]
+        module.device_total(data)
+    assert made.names == ["arange", "mul_", "sum"]
+
+
+class Kernels(TorchDispatchMode):
+    """Names of operations that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.names += [] if name in ("split", "slice", "detach") else [name]
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("num_bytes", [1, 255, 256 * 1024, 256 * 1024 + 1, 1_000_003])

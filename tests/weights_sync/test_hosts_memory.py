@@ -21,6 +21,16 @@ def job() -> Job:
     return Job(0)
 
 
+@pytest.mark.parametrize(("hosts", "size"), [((0, 0), 3000), ((0, 1, 1, 2), 1000)])
+def test_a_bucket_is_as_large_as_what_goes_into_it(hosts: tuple[int, ...], size: int) -> None:
+    """Its pages are locked by its rank, and by every engine rank of the host."""
+    collective: Any = SimpleNamespace(rank=0)
+    config: Any = SimpleNamespace(bucket_bytes=3000)
+    push = sender.Push(config, collective, hosts, [], [], [], 1)
+    assert [len(push._room(0, needed)) for needed in (1, size, size + 1)] == [size, size, size + 1]
+    push.close()
+
+
 LOCK = WeightSyncError("CUDA could not lock 120 bytes of shared memory (error 2)")
 FULL = OSError(12, "Cannot allocate memory")
 

@@ -12,12 +12,14 @@ from unittest import mock
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor.errors import WeightSyncError
 from specactor.weights_sync import plan
 from specactor.weights_sync.digest import copy_and_digest, digest_spans
+from specactor.weights_sync.memory import pull_on_device
 from specactor.weights_sync.mirrors import crossings, taker
 from specactor.weights_sync.plan import Block, Chunk, Held, Span, merged
 from tests.weights_sync.plan_model import Loader, Pair, Trainer, whole
@@ -261,7 +263,7 @@ def test_a_memory_that_is_near_gives_what_it_has() -> None:
     """Of two halves it has one, at another place; a part of the same name that it lacks, or that is a memory's of which
     nothing is known, stays where it is."""
     [first] = plan.held(plan.index([np.arange(8)]), range(4), memory=0, at=128, item_bytes=4)
-    [second] = plan.held(plan.index([np.arange(8)[::-1].copy()]), range(4), memory=1, at=64, item_bytes=4)
+    [second] = plan.held(plan.index([np.array([4, 0, 5, 1, 6, 2, 7, 3])]), range(4), memory=1, at=64, item_bytes=4)
     [far] = plan.held(plan.index([np.arange(4)]), range(4), memory=3, at=64, item_bytes=4)
     tensors = (Held("x", 32, (first, second)), Held("y", 16, (first,)), Held("z", 16, (far,)))
     places = {0: {"other": 0, "x:0": 128}, 1: {"x:1": 0, "more": 4096}, 2: {"x:1": 640, "near alone": 0}}
@@ -285,6 +287,18 @@ def test_a_parameter_that_is_not_written_whole_is_refused(missing: int) -> None:
     loader.copies["0.w13"].pop(missing)
     with pytest.raises(WeightSyncError, match=r"0\.w13 would not be written whole"):
         plan.chunks(loader.copies, loader.sizes(), tensors)
+
+
+def test_a_gpu_takes_halves_of_rows_that_change_places() -> None:
+    """Its tensors have no steps back; an MTP layer's projection has such rows."""
+    numbers = np.arange(5 * 2 * 3).reshape(5, 2, 3)[:, ::-1].reshape(-1)
+    blocks = plan.held(plan.index([numbers]), range(numbers.size), memory=0, at=0, item_bytes=4)
+    source = torch.arange(numbers.size, dtype=torch.int32).view(torch.uint8)
+    loaded = plan.Copy("t", 0, 0, 4, (numbers.size,), (4,), (4,))
+    chunks = plan.chunks({"p": [loaded]}, {"p": len(source)}, [Held("t", len(source), blocks)])
+    target = torch.zeros_like(source)
+    pull_on_device({"p": target}, chunks, [source])
+    assert target.view(torch.int32).tolist() == numbers.tolist()
 
 
 def test_evenly_spaced_runs_are_one_block() -> None:

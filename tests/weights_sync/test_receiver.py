@@ -13,9 +13,10 @@ from msgspec.structs import replace
 from specactor.weights_sync import receiver as receiver_module
 from specactor.weights_sync.buckets import Slot, aligned
 from specactor.weights_sync.digest import digest
-from specactor.weights_sync.memory import SharedBuffer
+from specactor.weights_sync.memory import Address, SharedBuffer
 from specactor.weights_sync.messages import Answer, Bucket
 from specactor.weights_sync.receiver import Receiver, _same_bits
+from specactor.weights_sync.sender import MOST_KEPT
 
 Loader = Callable[[torch.nn.Parameter, str, torch.Tensor], None]
 
@@ -270,6 +271,27 @@ def test_a_zero_that_changed_its_sign_is_noticed(bucket: tuple[SharedBuffer, Buc
     slots = tuple(replace(slot, digest=digest(tensors[2])) if of is slot else of for of in sent.slots)
     found = problem(Receiver().load(Rank(zeroes_of_the_other_sign), message(replace(sent, slots=slots))))
     assert found.startswith("expert.2: a region of shape (3, 2) is not what was loaded into it")
+
+
+def test_of_a_gpus_bucket_what_is_used_is_brought_to_another(
+    bucket: tuple[SharedBuffer, Bucket, list[torch.Tensor]],
+) -> None:
+    rank: Any = Rank(right)
+    rank.model.to("meta")
+    [*_, last] = Receiver()._arrived(rank, replace(bucket[1], of_gpu=True))
+    assert isinstance(last.raw, torch.Tensor)
+    assert last.raw.untyped_storage().nbytes() == last.slot.offset + last.slot.num_bytes < bucket[0].data.numel()
+
+
+def test_buckets_of_hundreds_of_ranks_are_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of each of 256, and as many mirrors as are kept."""
+    opened = list[Address]()
+    monkeypatch.setattr(receiver_module, "open_address", lambda address: opened.append(address) or torch.empty(0))
+    addresses = [Address(pid=1, fd=fd, inode=1, num_bytes=1) for fd in range(2 * 256 + MOST_KEPT)]
+    receiver = Receiver()
+    for address in addresses * 2:
+        receiver._open(address)
+    assert opened == addresses
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -25,7 +25,7 @@ from specactor.cpu import torchvision_ops
 from specactor.errors import ConfigError
 from specactor.trainer.drafter.buffer import read_rollouts
 
-_EMBEDDING = "embed_tokens.weight"
+EMBEDDING = "embed_tokens.weight"
 _LAYER = {"layers.0.": "midlayer.", "model.": ""}
 """Other writers' names, and the published ones."""
 
@@ -178,7 +178,7 @@ class Head(nn.Module):
             weights["d2t"] = ids - torch.arange(len(ids))
             weights["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
         if self.owns_embedding:
-            weights[_EMBEDDING] = self.embedding
+            weights[EMBEDDING] = self.embedding
         save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, f"{folder}/model.safetensors")
         self.config.save_pretrained(folder)
 
@@ -203,7 +203,7 @@ def read_head(folder: Path, target: Any, embedding: Tensor) -> Head:
             weights[name] = tensor.float() if tensor.is_floating_point() else tensor
     d2t = weights.pop("d2t", None)
     weights.pop("t2d", None)
-    own = weights.pop(_EMBEDDING, None)
+    own = weights.pop(EMBEDDING, None)
     if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
         raise ConfigError.at(
             "draft",

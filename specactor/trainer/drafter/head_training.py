@@ -18,7 +18,7 @@ from specactor.config import DraftTrainingConfig
 from specactor.config.rules import rules_of
 from specactor.config.train import HEAD_STEPS
 from specactor.trainer.drafter import losses
-from specactor.trainer.drafter.head import Head, features_of
+from specactor.trainer.drafter.head import EMBEDDING, Head, features_of
 from specactor.trainer.drafter.recorder import SURELY_NOT
 from specactor.trainer.drafter.train import DrafterTrainer
 from specactor.trainer.drafter.updates import PlainUpdater
@@ -60,6 +60,9 @@ class HeadTrainer(DrafterTrainer):
         self._column_V = torch.full((vocab,), known, device=self.device)
         """The head's logit of each of the target's tokens; one beyond the last: it cannot draft that one."""
         self._column_V[head.token_ids] = torch.arange(known, device=self.device)
+
+    def fixed_weights(self) -> list[tuple[str, Tensor]]:
+        return [(EMBEDDING, self._head.embedding)] if self._head.owns_embedding else []
 
     def _loss(self, batch: losses.Batch) -> tuple[Tensor, Tensor]:
         """Average KL(policy, head) over the steps."""

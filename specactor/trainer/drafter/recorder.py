@@ -159,7 +159,8 @@ class Recorder:
             ids[said, 0] = tokens[said].to(ids)
             logprobs[said, 1:] = SURELY_NOT
         for tokens, values in zip(torch.split(ids, sizes), torch.split(logprobs, sizes), strict=True):
-            yield TopK(tokens=tokens.numpy(), logprobs=values.numpy().astype(np.float16))
+            # Copies: one example that is kept would keep all of the update's.
+            yield TopK(tokens=tokens.numpy().copy(), logprobs=values.numpy().astype(np.float16))
 
     def take(self) -> list[tuple[TopK, Tensor | None]]:
         """Return and forget (the top-k, the states [L, F]; None: not kept) of each sequence, as they came."""

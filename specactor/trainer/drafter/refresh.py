@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -233,7 +234,8 @@ class Distillation:
         self._is_finite = self.drafter.is_finite()
         version = self.drafter.version
         if version and self._is_finite and (self._packed is None or self._packed.draft_version != version):
-            self._packed = self._sender.pack(self.drafter.named_weights(), version=version)
+            weights = chain(self.drafter.named_weights(), self.drafter.fixed_weights())
+            self._packed = self._sender.pack(weights, version=version)
         self.drafter.offload()
 
     def _is_sound(self) -> bool:

@@ -131,6 +131,10 @@ class DrafterTrainer:
         """Yield whole tensors under Hugging Face names. Collective with ZeRO stage 3."""
         return self._updater.named_weights()
 
+    def fixed_weights(self) -> list[tuple[str, Tensor]]:
+        """Return what an engine's model has besides, without which it takes no weights; none learns."""
+        return []
+
     def _gradients(self) -> dict[str, float]:
         """Return the sums of one update over all ranks."""
         examples = self.buffer.draw(self.updates, self.config.tokens_per_update)

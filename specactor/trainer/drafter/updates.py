@@ -59,6 +59,7 @@ class PlainUpdater:
 
     def offload(self) -> None:
         """Free a GPU's memory: weights, moments, buffers, and DDP's for gradients."""
+        self._adam.zero_grad(set_to_none=True)  # of a loss that was not finite, which no step used
         if self.device.type == "cuda":
             self.forget_replica()
             self._copies.offload([self._adam], [self._model])

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from specactor.config import SpeculationConfig
 from specactor.errors import CheckpointError, ConfigError, PeerFailedError
@@ -23,6 +24,8 @@ from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.trainer import checkpoint
+from specactor.trainer.drafter import head, init
+from specactor.trainer.drafter.losses import Batch
 from specactor.trainer.drafter.refresh import FOLDER, Distillation, left_behind
 from specactor.trainer.drafter.train import DrafterTrainer
 from specactor.trainer.drafter.updates import PlainUpdater, diverged
@@ -137,6 +140,47 @@ def test_a_refresh_that_fails_is_said_and_the_run_goes_on(world: World) -> None:
     assert (metrics["drafter/failed"], metrics["drafter/refreshed"], metrics["drafter/version"]) == (1, 0, 0)
     assert "Lower distillation.learning_rate" in world.notes[0]
     assert world.engines[0].versions == []
+
+
+def test_a_loss_that_is_not_finite_leaves_nothing_to_the_next_refresh(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, loss = world.it.drafter, world.it.drafter._loss
+
+    def infinite(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        own, sums = loss(batch)
+        return own * torch.inf, sums * torch.inf
+
+    with monkeypatch.context() as once:
+        once.setattr(trainer, "_loss", infinite)
+        assert world.step(1)["drafter/failed"]
+    assert all(parameter.grad is None for parameter in trainer.model.parameters()), "engines have the device now"
+    metrics = world.step(2)
+    assert (metrics["drafter/failed"], metrics["drafter/refreshed"]) == (0, 1)
+
+
+def test_a_head_with_an_embedding_of_its_own_is_taken_whole(
+    collective: Collective, targets: dict[str, Path], tmp_path: Path
+) -> None:
+    """An engine that reads it from the head's folder misses it in a push, though it does not learn."""
+    target = init.read_model(targets["dense"])
+    made = head.make_head(target, head.Eagle3Start())
+    made.owns_embedding = True
+    init.write_model(made, tmp_path / "head", tokenizer=targets["dense"])
+    learns = Distillation(
+        config(tmp_path / "head"),
+        collective,
+        recorder_of=lambda layers: None,
+        policy=target.config,
+        engines=lambda: [],
+        processes=Processes(),
+    )
+    learns.drafter.version = 1
+    learns._leave_device()
+    assert learns._packed is not None
+    sent = {slot.name for slot in learns._packed.slots}
+    assert sent == set(load_file(tmp_path / "head" / "model.safetensors"))
+    learns.close()
 
 
 def test_what_a_refresh_and_its_push_take_beyond_their_share_the_next_ones_lack(

@@ -100,6 +100,7 @@ def test_the_recorder_sees_micro_batches_on_their_way() -> None:
     assert got.dtype == np.float16
     np.testing.assert_allclose(got, want.values.numpy(), rtol=1e-3, atol=1e-3)
     assert [len(of.tokens) for of in known] == [3, 2]
+    assert all(of.tokens.flags.owndata for of in known), "the buffer keeps few, which would keep all in memory"
     recorder.updated(sequences)
     assert not np.concatenate([of.tokens for of, _ in recorder.take()]).any(), "it is empty again"
 
