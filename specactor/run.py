@@ -389,6 +389,8 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> bool
         return True
     if actor.steps_done == 0 and config.eval.problems:
         _log(actor, tracker, 0, {"weights/version": actor.version} | _evaluate(actor, folder))
+    elif _is_evaluated(config, actor.steps_done) and actor.collective.any(_lacks_evaluation(tracker, actor.steps_done)):
+        _complete(actor, folder, tracker)  # the run ended before it was over
     unfinished: list[Callable[[], Path]] = []
     ends = False
 
@@ -399,13 +401,14 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> bool
 
     while actor.steps_done < config.train.steps and not ends:
         metrics = actor.step(save)
-        done = actor.steps_done
-        last = done == config.train.steps
-        if config.eval.problems and (last or (config.eval.every and done % config.eval.every == 0)):
-            metrics |= _evaluate(actor, folder)
+        done, is_saved = actor.steps_done, bool(unfinished)
         _log(actor, tracker, done, metrics)
         while unfinished:
             unfinished.pop()()
+        # After the checkpoint, since it may take longer than the step: a run that ends meanwhile resumes here.
+        if _is_evaluated(config, done) and not (ends and done < config.train.steps):
+            _complete(actor, folder, tracker)
+            ends = is_saved and actor.collective.any(is_end_asked())
     if actor.steps_done < config.train.steps:
         progress.note(f"Ended by SIGUSR1 after step {actor.steps_done}, with a checkpoint. {RESUME}")
         return False
@@ -449,6 +452,24 @@ def _write_checkpoint(
     with actor.progress.phase("checkpoint"):
         state = actor.state()
         unfinished.append(checkpoint.write(actor.trainer, folder.checkpoints, done, state, keep=keep, beside=beside))
+
+
+def _is_evaluated(config: Config, step: int) -> bool:
+    every = config.eval.every
+    return config.eval.problems > 0 and (step == config.train.steps or (every > 0 and step % every == 0))
+
+
+def _lacks_evaluation(tracker: Tracker | None, step: int) -> bool:
+    """Say, on rank 0, whether the step's line is there without the evaluation after it."""
+    return tracker is not None and tracker.last.get("step") == step and "time/eval_s" not in tracker.last
+
+
+def _complete(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None:
+    """Evaluate, and add the metrics to the line of the step."""
+    metrics = _evaluate(actor, folder)
+    metrics["time/eval_s"] = actor.progress.take("eval")
+    if tracker is not None:
+        tracker.complete(metrics)
 
 
 def _evaluate(actor: SpecActor, folder: RunFolder) -> dict[str, float]:
