@@ -101,6 +101,8 @@ def run(
             _resume(actor, resume, config, progress)
         tracker = None
         if rank == 0:
+            if resume is not None and resume.resolve().parent == folder.checkpoints.resolve():
+                checkpoint.prune(folder.checkpoints, actor.steps_done, config.checkpoint.keep)
             tracker = Tracker(folder.root, to_json(config), config.tracking, resume_step=actor.steps_done)
             stack.enter_context(tracker)
             keep_imports(folder.root)
@@ -167,6 +169,8 @@ def _resume(actor: SpecActor, checkpoint_dir: Path, config: Config, progress: Pr
         actor.distillation.load(checkpoint_dir)
     elif told := left_behind(checkpoint_dir, config.rollout.speculation):
         progress.note(told)
+    if config.resume != "auto" and Path(config.resume) != checkpoint_dir:
+        progress.note(f"This run began from {config.resume} before, and goes on from its own {checkpoint_dir.name}.")
     if changed := changed_settings(checkpoint_dir, to_json(config)):
         progress.note(f"Resumed from step {actor.steps_done} with other settings: {', '.join(changed)}.")
     progress.resume(actor.steps_done)
