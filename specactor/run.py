@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.environment import environment_of
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.device_memory import DeviceMemory
-from specactor.errors import ConfigError, PlanError
+from specactor.errors import ConfigError, DataError, PlanError
 from specactor.metrics import Tracker, read_metrics, rss_bytes
 from specactor.parallel.collective import Collective, destroy_groups, ends_with_peers, init_groups
 from specactor.parallel.devices import gpu_uuid, gpus, return_unused
@@ -210,6 +211,7 @@ def _build(job: _Job, layout: Layout) -> SpecActor:
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
         train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer, progress.note))
+        check_same_problems((train_data, *eval_data.values()), collective)
     with progress.phase("warm-up", announce=True):
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
         config = with_draft_model(config, base, train_data, tokenizer, collective, progress)
@@ -329,6 +331,18 @@ def _problems(
     if tokenizer.chat_template and any(_is_plain(part[0], tokenizer) for part in sets):
         note("Prompts are taken as they are, without the model's chat template. Rows with messages go through it.")
     return Dataset.of(sets) if len(sets) > 1 else sets[0], held_out
+
+
+def check_same_problems(sets: Sequence[Dataset], collective: Collective) -> None:
+    """Raise DataError on all ranks where one has other problems than rank 0: they would mix in silence. Collective."""
+    own = collective.together("data", lambda: [part.content for part in sets])
+    first, *others = collective.gather((socket.gethostname(), own), tuple[str, list[str]])
+    for rank, (host, found) in enumerate(others, 1):
+        if found != first[1]:
+            raise DataError(
+                f"data: rank {rank} on {host} has other problems than rank 0 on {first[0]}. A function has to return "
+                "the same rows on every rank, and all hosts have to see the same files."
+            )
 
 
 def _is_plain(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> bool:
