@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +90,8 @@ def write(
         model_files.save(trainer.critic.chunks, trainer.critic.optimizer, folder / _CRITIC)
     beside(folder)
     _on_all(collective, failed, lambda: _save_rng(folder, trainer.device))
-    files = _on_all(collective, failed, lambda: _digests(folder))
+    names = _all_files(folder, collective, failed)
+    files = _on_all(collective, failed, lambda: _digests(folder, names))
     digests = {name: digest for part in collective.gather(files, dict[str, str]) for name, digest in part.items()}
 
     def commit() -> Path:
@@ -250,9 +252,18 @@ def _share(names: list[str]) -> list[str]:
     return sorted(names)[dist.get_rank() :: dist.get_world_size()]
 
 
-def _digests(folder: Path) -> dict[str, str]:
+def _all_files(folder: Path, collective: Collective, failed: str) -> list[str]:
+    """Return what any rank sees in the folder: a host may know it as it was half a minute ago, but for its own files.
+    Collective."""
+    own = _on_all(
+        collective, failed, lambda: [f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file()]
+    )
+    return sorted({*chain(*collective.gather(own, list[str]))})
+
+
+def _digests(folder: Path, names: list[str]) -> dict[str, str]:
     """Return the digests of this rank's share of the files, which are then on the disk."""
-    names = _share([file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()])
+    names = _share(names)
     for name in names:
         _fsync(folder / name)
         _fsync((folder / name).parent)
