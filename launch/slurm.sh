@@ -29,7 +29,8 @@
 # One torchrun per node starts one rank per GPU; the ranks meet at the job's first node (see launch/multi_node.sh).
 # The job id names the meeting, so jobs that share a node do not mix. After a failure the nodes meet again, MAX_RESTARTS
 # times (3); a node that died is missed there until Slurm has noticed (SlurmdTimeout) and requeues the job onto others.
-# Either way it continues from its last checkpoint, because of --resume auto.
+# Either way it continues from its last checkpoint, because of --resume auto, with a --resume PATH of yours from there at
+# first.
 set -euo pipefail
 
 if [[ $# -lt 1 ]]; then
@@ -53,4 +54,4 @@ if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
     export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since Slurm 22.05 srun does not take it from sbatch
 fi
 
-exec srun --kill-on-bad-exit=1 --wait=60 "$root/launch/multi_node.sh" "$@" --resume auto
+exec srun --kill-on-bad-exit=1 --wait=60 "$root/launch/multi_node.sh" "$1" --resume auto "${@:2}"

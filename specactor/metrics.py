@@ -182,11 +182,15 @@ class Tracker:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         _write_whole(run_dir / "config.json", json.dumps(config_json, indent=2) + "\n")
-        _cut(run_dir / "metrics.jsonl", resume_step)
-        self._file = (run_dir / "metrics.jsonl").open("a")
+        self._metrics = run_dir / "metrics.jsonl"
+        kept = _cut(self._metrics, resume_step)
+        self.last: dict[str, Any] = json.loads(kept[-1]) if kept else {}
+        """The last line of the file; empty without one."""
+        self._file = self._metrics.open("a")
         self._last_step = resume_step or -1
         self._run = _start_wandb(run_dir, config_json, tracking, resuming=resume_step > 0)
-        self._wandb_step = self._run.starting_step if self._run is not None else 0
+        self._wandb_least = self._run.starting_step if self._run is not None else 0
+        self._wandb_step = self._wandb_least - 1  # of the last row
 
     def __enter__(self) -> Tracker:
         return self
@@ -196,37 +200,44 @@ class Tracker:
 
     def log(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Append a line, on disk when this returns. Raises SpecActorError for an unknown name or a repeated step."""
-        for name in metrics:
-            _known(name)
+        line = _line(step, metrics)
         if step <= self._last_step:
             raise SpecActorError(
                 f"metrics: got step {step} after {self._last_step}, expected a later one. Log a step once."
             )
-        self._last_step = step
-        self._file.write(json.dumps({"step": step, **{k: _finite(v) for k, v in metrics.items()}}) + "\n")
+        self._last_step, self.last = step, line
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        if self._run is not None:
-            # It drops rows of steps before its last, and steps after a checkpoint run again: they are counted on.
-            at = max(step, self._wandb_step)
-            self._wandb_step = at + 1
-            self._to_wandb(lambda run: run.log({"step": step, **metrics}, step=at))
+        # wandb drops rows of steps before its last, and steps after a checkpoint run again: they are counted on.
+        self._wandb_step = max(step, self._wandb_step + 1)
+        self._to_wandb(lambda run: run.log({"step": step, **metrics}, step=self._wandb_step))
+
+    def complete(self, metrics: Mapping[str, Value]) -> None:
+        """Add to the last line; a crash leaves it as it was, or whole."""
+        step = self.last["step"]
+        self.last |= _line(step, metrics)
+        self._file.close()
+        _write_whole(self._metrics, "".join([*_whole_lines(self._metrics)[:-1], json.dumps(self.last) + "\n"]))
+        self._file = self._metrics.open("a")
+        self._wandb_step = max(self._wandb_step, self._wandb_least)  # the row of `log`, unless another process wrote it
+        self._to_wandb(lambda run: run.log({"step": step, **metrics}, step=self._wandb_step))
 
     def summary(self, values: Mapping[str, Value]) -> None:
         _write_whole(
             self.run_dir / "summary.json", json.dumps({k: _finite(v) for k, v in values.items()}, indent=2) + "\n"
         )
-        if self._run is not None:
-            self._to_wandb(lambda run: run.summary.update(dict(values)))
+        self._to_wandb(lambda run: run.summary.update(dict(values)))
 
     def close(self, exit_code: int = 0) -> None:
         """Close the files, waiting at most `WANDB_FINISH_S`; harmless twice."""
         self._file.close()
-        if self._run is not None:
-            self._to_wandb(lambda run: run.finish(exit_code=exit_code))
-            self._run = None
+        self._to_wandb(lambda run: run.finish(exit_code=exit_code))
+        self._run = None
 
     def _to_wandb(self, call: Any) -> None:
+        if self._run is None:
+            return
         try:
             call(self._run)
         except Exception as error:  # wandb is another process, whose failure must never end the training
@@ -269,6 +280,12 @@ def _known(name: str) -> None:
         raise SpecActorError(f"metrics: got the unknown name {name!r}. {hint}")
 
 
+def _line(step: int, metrics: Mapping[str, Value]) -> dict[str, Any]:
+    for name in metrics:
+        _known(name)
+    return {"step": step, **{k: _finite(v) for k, v in metrics.items()}}
+
+
 def _finite(value: Value) -> Value | None:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -282,9 +299,10 @@ def _whole_lines(file: Path) -> list[str]:
     return kept
 
 
-def _cut(file: Path, resume_step: int) -> None:
+def _cut(file: Path, resume_step: int) -> list[str]:
     kept = [line for line in _whole_lines(file) if resume_step and json.loads(line)["step"] <= resume_step]
     _write_whole(file, "".join(kept))
+    return kept
 
 
 def _write_whole(file: Path, text: str) -> None:
@@ -304,7 +322,8 @@ def _start_wandb(run_dir: Path, config_json: Mapping[str, Any], tracking: Tracki
 
     online = tracking.wandb == "online" or (tracking.wandb == "auto" and _has_key(wandb))
     id_file = run_dir / "wandb_id.txt"
-    run_id = id_file.read_text().strip() if resuming and id_file.exists() else uuid.uuid4().hex[:12]
+    known = id_file.read_text().strip() if resuming and id_file.exists() else ""  # empty where the disk was full
+    run_id = known or uuid.uuid4().hex[:12]
     id_file.write_text(run_id + "\n")
     settings = wandb.Settings(
         silent=True,

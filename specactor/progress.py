@@ -110,6 +110,10 @@ class Progress:
         """Return the seconds per phase since the last call of `seconds`."""
         return dict(self._seconds)
 
+    def take(self, phase: str) -> float:
+        """Return a phase's seconds, which `seconds` then does not."""
+        return self._seconds.pop(phase, 0.0)
+
     def response(self, trajectory: Trajectory) -> None:
         self._responses += 1
         self._tokens += trajectory.num_sampled
@@ -149,7 +153,7 @@ class Progress:
         if not self._headed:
             self._print(f"{'step':>9} " + "".join(f"{title:>{width}}" for title, _, width, _ in COLUMNS) + "  step s")
             self._headed = True
-        # The whole step, evaluation and checkpoint included; unknown for the first line of a run.
+        # Since the line before, whose evaluation is included; unknown for the first line of a run.
         whole = f"{self._step_times[-1]:8.2f}" if self._step_times else f"{'-':>8}"
         cells = [f"{_cell(metrics.get(name), form):>{width}}" for _, name, width, form in COLUMNS]
         self._print(f"{f'{step}/{self.total_steps}':>9} " + "".join(cells) + whole)

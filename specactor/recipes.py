@@ -162,7 +162,8 @@ def load(argv: Sequence[str], *, prog: str = "train_moe.py") -> Config:
             f"RECIPE: got {argv[0] if argv else 'nothing'}, expected the name of a recipe.\n{usage(prog)}"
         )
     config = override(_build(argv[0]), argv[1:], prog=f"{prog} {argv[0]}")
-    if config.resume not in ("off", "auto") and not Path(config.resume).is_dir():
+    begun = Path(config.output_dir, config.name, "checkpoints").is_dir()  # it may go on, from one of its own
+    if config.resume not in ("off", "auto") and not begun and not Path(config.resume).is_dir():
         raise ConfigError.at("resume", config.resume, "off, auto or the folder of a checkpoint", "Check the path.")
     return config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.environment import environment_of
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.device_memory import DeviceMemory
-from specactor.errors import ConfigError, PlanError
+from specactor.errors import ConfigError, DataError, PlanError
 from specactor.metrics import Tracker, read_metrics, rss_bytes
 from specactor.parallel.collective import Collective, destroy_groups, ends_with_peers, init_groups
 from specactor.parallel.devices import gpu_uuid, gpus, return_unused
@@ -101,6 +102,8 @@ def run(
             _resume(actor, resume, config, progress)
         tracker = None
         if rank == 0:
+            if resume is not None and resume.resolve().parent == folder.checkpoints.resolve():
+                checkpoint.prune(folder.checkpoints, actor.steps_done, config.checkpoint.keep)
             tracker = Tracker(folder.root, to_json(config), config.tracking, resume_step=actor.steps_done)
             stack.enter_context(tracker)
             keep_imports(folder.root)
@@ -167,6 +170,8 @@ def _resume(actor: SpecActor, checkpoint_dir: Path, config: Config, progress: Pr
         actor.distillation.load(checkpoint_dir)
     elif told := left_behind(checkpoint_dir, config.rollout.speculation):
         progress.note(told)
+    if config.resume != "auto" and Path(config.resume) != checkpoint_dir:
+        progress.note(f"This run began from {config.resume} before, and goes on from its own {checkpoint_dir.name}.")
     if changed := changed_settings(checkpoint_dir, to_json(config)):
         progress.note(f"Resumed from step {actor.steps_done} with other settings: {', '.join(changed)}.")
     progress.resume(actor.steps_done)
@@ -206,6 +211,7 @@ def _build(job: _Job, layout: Layout) -> SpecActor:
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
         train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer, progress.note))
+        check_same_problems((train_data, *eval_data.values()), collective)
     with progress.phase("warm-up", announce=True):
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
         config = with_draft_model(config, base, train_data, tokenizer, collective, progress)
@@ -327,6 +333,18 @@ def _problems(
     return Dataset.of(sets) if len(sets) > 1 else sets[0], held_out
 
 
+def check_same_problems(sets: Sequence[Dataset], collective: Collective) -> None:
+    """Raise DataError on all ranks where one has other problems than rank 0: they would mix in silence. Collective."""
+    own = collective.together("data", lambda: [part.content for part in sets])
+    first, *others = collective.gather((socket.gethostname(), own), tuple[str, list[str]])
+    for rank, (host, found) in enumerate(others, 1):
+        if found != first[1]:
+            raise DataError(
+                f"data: rank {rank} on {host} has other problems than rank 0 on {first[0]}. A function has to return "
+                "the same rows on every rank, and all hosts have to see the same files."
+            )
+
+
 def _is_plain(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether a prompt is a text that no chat template has made. The first token may be special in any text."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -389,6 +407,8 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> bool
         return True
     if actor.steps_done == 0 and config.eval.problems:
         _log(actor, tracker, 0, {"weights/version": actor.version} | _evaluate(actor, folder))
+    elif _is_evaluated(config, actor.steps_done) and actor.collective.any(_lacks_evaluation(tracker, actor.steps_done)):
+        _complete(actor, folder, tracker)  # the run ended before it was over
     unfinished: list[Callable[[], Path]] = []
     ends = False
 
@@ -399,13 +419,14 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> bool
 
     while actor.steps_done < config.train.steps and not ends:
         metrics = actor.step(save)
-        done = actor.steps_done
-        last = done == config.train.steps
-        if config.eval.problems and (last or (config.eval.every and done % config.eval.every == 0)):
-            metrics |= _evaluate(actor, folder)
+        done, is_saved = actor.steps_done, bool(unfinished)
         _log(actor, tracker, done, metrics)
         while unfinished:
             unfinished.pop()()
+        # After the checkpoint, since it may take longer than the step: a run that ends meanwhile resumes here.
+        if _is_evaluated(config, done) and not (ends and done < config.train.steps):
+            _complete(actor, folder, tracker)
+            ends = is_saved and actor.collective.any(is_end_asked())
     if actor.steps_done < config.train.steps:
         progress.note(f"Ended by SIGUSR1 after step {actor.steps_done}, with a checkpoint. {RESUME}")
         return False
@@ -449,6 +470,24 @@ def _write_checkpoint(
     with actor.progress.phase("checkpoint"):
         state = actor.state()
         unfinished.append(checkpoint.write(actor.trainer, folder.checkpoints, done, state, keep=keep, beside=beside))
+
+
+def _is_evaluated(config: Config, step: int) -> bool:
+    every = config.eval.every
+    return config.eval.problems > 0 and (step == config.train.steps or (every > 0 and step % every == 0))
+
+
+def _lacks_evaluation(tracker: Tracker | None, step: int) -> bool:
+    """Say, on rank 0, whether the step's line is there without the evaluation after it."""
+    return tracker is not None and tracker.last.get("step") == step and "time/eval_s" not in tracker.last
+
+
+def _complete(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None:
+    """Evaluate, and add the metrics to the line of the step."""
+    metrics = _evaluate(actor, folder)
+    metrics["time/eval_s"] = actor.progress.take("eval")
+    if tracker is not None:
+        tracker.complete(metrics)
 
 
 def _evaluate(actor: SpecActor, folder: RunFolder) -> dict[str, float]:

@@ -132,6 +132,14 @@ def changed_settings(checkpoint_dir: Path, config: dict[str, Any]) -> list[str]:
     return list(_differences(before | of_place, config | of_place))
 
 
+def _last_resume(folder: RunFolder) -> object:
+    """Return what `resume` was when the run last began to train; None where that cannot be read."""
+    try:
+        return json.loads((folder.root / "config.json").read_text())["resume"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[str]:
     for name in {**before, **now}:
         old, new = (each.get(name, "nothing") for each in (before, now))
@@ -142,8 +150,8 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str =
 
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Path | None:
-    """Return the checkpoint that `config.resume` asks for; None: step 0. Raises ConfigError for an existing run without
-    resume, CheckpointError for a missing one. For the run's owner alone."""
+    """Return the checkpoint that `config.resume` asks for, or the newest since it did; None: step 0. Raises ConfigError
+    for an existing run without resume, CheckpointError for a missing one. For the run's owner alone."""
     if config.resume == "off":
         if folder.metrics.exists():
             raise ConfigError.at(
@@ -153,8 +161,11 @@ def checkpoint_to_resume(config: Config, folder: RunFolder) -> Path | None:
                 "Continue it with --resume auto, choose another --name, or remove the folder.",
             )
         return None
-    if config.resume == "auto":
-        return checkpoint.latest(folder.checkpoints)
+    # The same command again, as launchers give it after a failure, goes on where the run has come to.
+    if config.resume == "auto" or config.resume == _last_resume(folder):
+        newest = checkpoint.latest(folder.checkpoints)
+        if newest is not None or config.resume == "auto":
+            return newest
     path = Path(config.resume)
     if not path.is_dir():
         raise CheckpointError(

@@ -13,13 +13,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from specactor import run
-from specactor.errors import ConfigError, PeerFailedError
+from specactor.data.dataset import Dataset
+from specactor.errors import ConfigError, DataError, PeerFailedError
 from specactor.parallel import collective as module
 from specactor.parallel.collective import Collective
 from specactor.recipes import load
 from specactor.run_folder import RunFolder
 from specactor.run_owner import RunOwner
 from specactor.trainer import warmup
+from specactor.types import Problem
 
 LATER_S = 2.0
 
@@ -38,6 +40,13 @@ def main(base: Path) -> None:
         found["resumes"] = str(run.enter_folder(config, folder, owner, collective))
         found["left"] = sorted(path.name for path in folder.checkpoints.iterdir())
         found["owns"] = (folder.root / "owner.json").exists()
+    for name, answer in (("same problems", ""), ("other problems", str(rank))):
+        of = Problem(index=0, prompt="1+1=", prompt_ids=(1,), answer=answer, verifier="exact", metadata={})
+        try:
+            run.check_same_problems([Dataset([of])], collective)
+            found[name] = ""
+        except DataError as error:
+            found[name] = str(error)
     Path("file").touch()
     unwritable = replace(config, output_dir="file")
     try:

@@ -35,6 +35,10 @@ WRONG: list[tuple[str, str]] = [
         "warmup.learning_rates: got inf, expected a finite number. See --help for its meaning.",
     ),
     ("--train.max-logprob-gap nan", "train.max_logprob_gap: got nan, expected > 0. Use inf for no bound."),
+    (
+        "--resume auto --resume continue",
+        "resume: got 'continue', expected off, auto or the folder of a checkpoint. Check the path.",
+    ),
     ("--resume continue", "resume: got 'continue', expected off, auto or the folder of a checkpoint. Check the path."),
     ("--name a\0b", "name: got 'a\\x00b', expected a text without NUL characters. Leave them out."),
     ("--output-dir=", "output_dir: got '', expected a folder. Use . for the one where the run starts."),

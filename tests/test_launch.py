@@ -304,6 +304,8 @@ def test_the_slurm_script_starts_every_node(tmp_path: Path) -> None:
     assert "CPUs of a task: 96\n" in done.stdout, "since Slurm 22.05 srun has one where the script says no more"
     assert "--rdzv-endpoint node7:29542 --rdzv-conf read_timeout=60 --rdzv-id 1042" in done.stdout
     assert done.stdout.strip().endswith("qwen3_8b --resume auto")
+    own = run_script("slurm.sh", tmp_path, "qwen3_8b", "--resume", "PATH", **slurm)
+    assert own.stdout.strip().endswith("qwen3_8b --resume auto --resume PATH"), "the last one holds"
     assert run_script("slurm.sh", tmp_path, "qwen3_8b").returncode != 0
     asked = re.findall(r"^#SBATCH (--\S+)", (LAUNCH / "slurm.sh").read_text(), re.MULTILINE)
     assert "--mem=0" in asked, "all of a node's, which --exclusive does not give"

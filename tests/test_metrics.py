@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -177,6 +178,58 @@ def test_steps_that_run_again_after_a_resume_are_new_rows(tmp_path: Path, monkey
         for step in (3, 4, 9, 10):
             tracker.log(step, {"reward/mean": 0.5})
     assert rows == [(6, 3), (7, 4), (9, 9), (10, 10)]
+
+
+@pytest.mark.parametrize(("first", "row"), [(3, (6, 3)), (2, (6, 2))])
+def test_what_completes_a_line_is_of_its_row_or_a_new_one(
+    first: int, row: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a row that another process has written, wandb would drop it."""
+    rows: list[tuple[int, object]] = []
+    server = SimpleNamespace(
+        starting_step=6,
+        log=lambda metrics, step: rows.append((step, metrics["step"])),
+        finish=lambda exit_code: None,
+    )
+    log_steps(tmp_path, 0, 2)
+    monkeypatch.setattr(specactor.metrics, "_start_wandb", lambda *_, **__: server)
+    with Tracker(tmp_path, {}, TrackingConfig(), resume_step=2) as tracker:
+        if first == 3:
+            tracker.log(3, {"reward/mean": 0.5})
+        tracker.complete({"accuracy/eval": 0.25})
+        tracker.log(4, {"reward/mean": 0.5})
+    assert rows[-2:] == [row, (7, 4)]
+    assert [line for line in read_metrics(tmp_path) if "accuracy/eval" in line] == [
+        {"step": first, "reward/mean": 0.5 if first == 3 else 2 / 7, "accuracy/eval": 0.25}
+        | ({} if first == 3 else {"weights/version": 2})
+    ]
+
+
+def test_a_crash_while_a_line_is_completed_leaves_it_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Tracker(tmp_path, {}, OFF) as tracker:
+        tracker.log(0, {"reward/mean": 0.5})
+
+        def full(descriptor: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            with pytest.raises(OSError, match="No space"):
+                tracker.complete({"accuracy/eval": 0.25})
+    assert read_metrics(tmp_path) == [{"step": 0, "reward/mean": 0.5}]
+
+
+def test_an_empty_id_of_a_full_disk_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    wandb = SimpleNamespace(
+        init=lambda **of: asked.append(of["id"]) or SimpleNamespace(define_metric=lambda *_, **__: None),
+        Settings=dict,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    (tmp_path / "wandb_id.txt").touch()
+    specactor.metrics._start_wandb(tmp_path, {}, TrackingConfig(wandb="offline"), resuming=True)
+    assert asked == [(tmp_path / "wandb_id.txt").read_text().strip()]
+    assert asked[0]
 
 
 def test_wandb_that_cannot_start_online_is_a_warning(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specactor.recipes import load, to_json
 from specactor.run import _status_writer
-from specactor.run_folder import RunFolder, changed_settings
+from specactor.run_folder import RunFolder, changed_settings, checkpoint_to_resume
 
 WORDS = ("quickstart_plain", "--name", "a")
 
@@ -30,6 +30,25 @@ def test_a_resume_names_each_setting_that_it_changes(tmp_path: Path) -> None:
     for damaged in ("{", "[]", "null", '"x"', "\xff"):
         file.write_text(damaged)
         assert changed_settings(checkpoint, to_json(load([*WORDS]))) == []
+
+
+def test_a_run_that_began_from_a_path_goes_on_from_its_own_newest_checkpoint(tmp_path: Path) -> None:
+    """A launcher gives the same command again after a failure."""
+    start = tmp_path / "a" / "checkpoints" / "step-000010"
+    start.mkdir(parents=True)
+    words = ("quickstart_plain", "--output-dir", str(tmp_path), "--name", "b", "--resume", str(start))
+    config = load(words)
+    folder = RunFolder.of(config)
+    assert checkpoint_to_resume(config, folder) == start
+    folder.root.mkdir()
+    (folder.root / "config.json").write_text(json.dumps(to_json(config)))
+    assert checkpoint_to_resume(config, folder) == start, "it has none of its own yet"
+    newest = folder.checkpoints / "step-000020"
+    newest.mkdir(parents=True)
+    other = load([*words[:-1], str(tmp_path / "a")])
+    assert checkpoint_to_resume(other, folder) == tmp_path / "a", "another PATH is another start"
+    start.rmdir()  # the other run has newer ones
+    assert checkpoint_to_resume(load(words), folder) == newest
 
 
 def test_a_disk_that_fails_for_a_moment_ends_no_run(tmp_path: Path) -> None:

@@ -47,6 +47,16 @@ def test_a_rank_that_never_sees_it_is_named(found: list[dict[str, Any]]) -> None
     assert found[0]["never"] == f"PeerFailedError: warm-up: rank 1 failed: {told}"
 
 
+def test_ranks_that_read_other_problems_end_the_run(found: list[dict[str, Any]]) -> None:
+    """A file that a host knows as it was, or a function that returns its rows in another order each time."""
+    here = os.uname().nodename
+    told = (
+        f"data: rank 1 on {here} has other problems than rank 0 on {here}. A function has to return the same rows on "
+        "every rank, and all hosts have to see the same files."
+    )
+    assert [(each["same problems"], each["other problems"]) for each in found] == [("", told)] * 2
+
+
 def test_a_folder_that_cannot_be_written_to_is_refused_with_the_way_out(found: list[dict[str, Any]]) -> None:
     told = (
         "ConfigError: output_dir: got 'file', expected a folder that can be written to ([Errno 20] Not a directory: "

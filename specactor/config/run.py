@@ -190,7 +190,7 @@ class Config:
     them."""
     resume: str = "off"
     """off: refuse a folder that already holds a run; auto: continue from its newest checkpoint, if any; otherwise the
-    path of a checkpoint to start from."""
+    path of a checkpoint to start from; a run that has started from it goes on from its own newest one."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

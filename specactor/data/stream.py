@@ -30,6 +30,7 @@ class PromptStream:
         self.dataset_len = dataset_len
         self.seed = seed
         self.shuffle = shuffle
+        self._epoch = -1
         self._move(epoch=0, position=0)
 
     @property
@@ -75,8 +76,10 @@ class PromptStream:
         self._move(epoch=state["epoch"], position=state["position"])
 
     def _move(self, *, epoch: int, position: int) -> None:
-        self._epoch = epoch
         self._position = position
+        if epoch == self._epoch:  # dynamic sampling goes back in every step, and an order may have millions
+            return
+        self._epoch = epoch
         self._order = list(range(self.dataset_len))
         if self.shuffle:
             random.Random(_hash(b"epoch", self.seed, epoch)).shuffle(self._order)

@@ -113,13 +113,19 @@ def unscorable(problem: Problem) -> str | None:
     """Return why no response could score 1, if that is known."""
     if problem.verifier == "number" and _number(problem.answer) is None:
         return f"answer: got {problem.answer!r}, expected a number. Use the verifier exact for other answers"
-    if problem.verifier == "math-verify" and not MATH_ANSWERS.readable(problem.answer):
+    if problem.verifier == "math-verify" and not _is_readable(problem.answer):
         return f"answer: got {problem.answer!r}, expected an expression that math-verify can read"
     if problem.verifier == "reasoning-gym":
         from specactor.data import reasoning  # takes two seconds
 
         return reasoning.unscorable(problem)
     return None
+
+
+@lru_cache(maxsize=2**16)
+def _is_readable(answer: str) -> bool:
+    """Ask math-verify about each answer once, and not about integers, which most are: it takes milliseconds."""
+    return bool(re.fullmatch("-?[0-9]{1,18}", answer.strip())) or MATH_ANSWERS.readable(answer)
 
 
 def _checked(name: str, function: Verifier) -> Verifier:

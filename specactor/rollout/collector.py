@@ -425,7 +425,7 @@ class RolloutCollector:
 
     def state(self) -> dict[str, object]:
         """Return what a checkpoint keeps: the position in the prompts and, on rank 0, the open groups. Collective."""
-        state: dict[str, object] = {"prompts": self.prompts.state()}
+        state: dict[str, object] = {"prompts": self.prompts.state(), "data": self.train_data.content}
         if self.config.rollout.partial:
             first, flat = self.collective.rank == 0, [t for group in self.open_groups for t in group.finished.values()]
             found = iter(samples.fetch(flat, range(len(flat)) if first else (), samples.OF_RESPONSE))
@@ -447,6 +447,8 @@ class RolloutCollector:
 
     def restore(self, state: dict[str, object]) -> None:
         self.prompts.restore(state["prompts"])
+        if state.get("data", self.train_data.content) != self.train_data.content:
+            self.progress.note("The problems to learn from are as many as at the checkpoint, but others: data changed.")
         if self.config.rollout.partial:
             restored = resume.restored(state.get("open_groups", []), group_size=self.config.rollout.group_size)
             scored = [

@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -294,6 +295,8 @@ QUESTIONS: msgspec.msgpack.Decoder[Start | Ask] = msgspec.msgpack.Decoder(Start 
 
 
 def serve(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # where memory ends, a verifier that leaks goes first, not a rank or an engine
+        Path("/proc/self/oom_score_adj").write_text("1000")
     lock = threading.Lock()
 
     def tell(call: int, answer: msgspec.Struct) -> None:

@@ -13,9 +13,10 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +54,8 @@ def latest(root: Path) -> Path | None:
     """Return the newest whole checkpoint; remove an interrupted one. For one rank, which owns the run."""
     if not root.is_dir():
         return None
-    for stale in root.glob("step-*.tmp"):
-        shutil.rmtree(stale, ignore_errors=True)
-    found = _checkpoints(root)
-    return found[-1] if found else None
+    _remove_unfinished(root)
+    return next(reversed(_checkpoints(root).values()), None)
 
 
 def write(
@@ -91,7 +90,8 @@ def write(
         model_files.save(trainer.critic.chunks, trainer.critic.optimizer, folder / _CRITIC)
     beside(folder)
     _on_all(collective, failed, lambda: _save_rng(folder, trainer.device))
-    files = _on_all(collective, failed, lambda: _digests(folder))
+    names = _all_files(folder, collective, failed)
+    files = _on_all(collective, failed, lambda: _digests(folder, names))
     digests = {name: digest for part in collective.gather(files, dict[str, str]) for name, digest in part.items()}
 
     def commit() -> Path:
@@ -103,18 +103,26 @@ def write(
             shutil.rmtree(target, ignore_errors=True)
             os.rename(folder, target)
             _fsync(root)
-            _prune(root, target, keep)
+            prune(root, step, keep)
         return target
 
     return partial(_on_all, collective, failed, commit)
 
 
-def _prune(root: Path, newest: Path, keep: int) -> None:
+def prune(root: Path, step: int, keep: int) -> None:
+    """Remove all but the newest `keep` up to `step`, and those of later steps, which a resume from an earlier one
+    leaves. For one rank, which owns the run."""
     found = _checkpoints(root)
-    history = found[: found.index(newest) + 1]
-    # A resume from an earlier step left those of later ones.
-    for other in [*found[len(history) :], *history[:-keep]]:
-        shutil.rmtree(other, ignore_errors=True)
+    history = [path for number, path in found.items() if number <= step]
+    for other in {*found.values()} - {*history[-keep:]}:
+        with suppress(OSError):  # it is tried again after the next one
+            os.rename(other, other.with_name(other.name + ".tmp"))  # what an interruption leaves of it is not whole
+    _remove_unfinished(root)
+
+
+def _remove_unfinished(root: Path) -> None:
+    for stale in root.glob("step-*.tmp"):
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def load(trainer: PolicyTrainer, path: Path) -> dict[str, Any]:
@@ -149,9 +157,9 @@ def failing_on_all(what: str) -> Iterator[None]:
         raise CheckpointError(str(error)) from error
 
 
-def _checkpoints(root: Path) -> list[Path]:
-    steps = {int(match[1]): path for path in root.iterdir() if (match := _NAME.fullmatch(path.name))}
-    return [steps[step] for step in sorted(steps)]
+def _checkpoints(root: Path) -> dict[int, Path]:
+    """Return those with a name, by step, in order."""
+    return dict(sorted((int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))))
 
 
 def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
@@ -244,9 +252,18 @@ def _share(names: list[str]) -> list[str]:
     return sorted(names)[dist.get_rank() :: dist.get_world_size()]
 
 
-def _digests(folder: Path) -> dict[str, str]:
+def _all_files(folder: Path, collective: Collective, failed: str) -> list[str]:
+    """Return what any rank sees in the folder: a host may know it as it was half a minute ago, but for its own files.
+    Collective."""
+    own = _on_all(
+        collective, failed, lambda: [f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file()]
+    )
+    return sorted({*chain(*collective.gather(own, list[str]))})
+
+
+def _digests(folder: Path, names: list[str]) -> dict[str, str]:
     """Return the digests of this rank's share of the files, which are then on the disk."""
-    names = _share([file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()])
+    names = _share(names)
     for name in names:
         _fsync(folder / name)
         _fsync((folder / name).parent)

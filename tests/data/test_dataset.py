@@ -16,6 +16,7 @@ import reasoning_gym
 from transformers import PreTrainedTokenizerBase
 
 from specactor.config import DataConfig, SourceConfig
+from specactor.data import dataset
 from specactor.data.chat import prompt_ids
 from specactor.data.dataset import MAX_LISTED, Dataset, build_dataset
 from specactor.data.stream import MixedStream
@@ -259,6 +260,24 @@ def test_a_folder_named_like_a_task(
         build_dataset(DataConfig(train="mathematics").train_source, tokenizer, max_prompt_tokens=9)
     source = DataConfig(train="./mathematics", eval="e.jsonl").train_source
     assert len(build_dataset(source, tokenizer, max_prompt_tokens=9)) == 1
+
+
+def test_equal_tokens_of_prompts_are_one_object() -> None:
+    """Each has 28 bytes, and a data set may have a thousand million."""
+    rows = [dataset.Row(where="", columns={"prompt": text}) for text in "ab"]
+    known: dict[int, int] = {}
+    tokenizer: Any = lambda texts: {"input_ids": [[int("1000"), int("2000")] for _ in texts]}  # noqa: E731
+    [first, second], [third] = (dataset._tokenize(part, tokenizer, known) for part in (rows, rows[:1]))
+    assert first == (1000, 2000)
+    assert {*map(id, first)} == {*map(id, second)} == {*map(id, third)}
+
+
+def test_the_content_is_what_is_asked_and_judged(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    def content(**changed: object) -> str:
+        return build(tokenizer, path=str(write_lines(tmp_path / "a.jsonl", {**GOOD, "level": 1, **changed}))).content
+
+    assert len({content(), content(prompt="1+2="), content(answer="5"), content(verifier="exact")}) == 4
+    assert content(level=2) == content()
 
 
 def test_the_digest_tells_data_apart(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from specactor.data import verifiers
 from specactor.data.verifiers import MathAnswers
 from specactor.errors import DataError
 
@@ -61,6 +63,25 @@ def test_a_child_that_fails_is_an_error_that_shows_the_question(answers: MathAns
 
 def test_texts_with_line_ends_and_odd_characters_arrive_whole(answers: MathAnswers) -> None:
     assert answers.equal("7", "first\nsecond \u2028 \ud800 \x00 \\boxed{7}\r\n")
+
+
+def test_an_answer_of_a_data_set_is_asked_about_once_and_an_integer_never(
+    answers: MathAnswers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million rows are looked at whenever a run starts."""
+    asked: list[str] = []
+
+    def readable(answer: str) -> bool:
+        asked.append(answer)
+        return answers.readable(answer)
+
+    monkeypatch.setattr(verifiers, "MATH_ANSWERS", SimpleNamespace(readable=readable))
+    verifiers._is_readable.cache_clear()
+    said = ["7", "-12", r"\frac{1}{2}", "no answer", "0" * 18] * 3
+    found = [verifiers._is_readable(answer) for answer in said]
+    verifiers._is_readable.cache_clear()
+    assert asked == [r"\frac{1}{2}", "no answer"]
+    assert found == [answers.readable(answer) for answer in said]
 
 
 def test_a_closed_one_leaves_no_process(answers: MathAnswers) -> None:

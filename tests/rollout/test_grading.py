@@ -114,6 +114,11 @@ def test_any_finite_number_is_a_score(grading: Grading) -> None:
     assert scores([grading.submit(text, problem("number_of")) for text in ("-3.5", "1e300", "2")]) == [-3.5, 1e300, 2.0]
 
 
+def test_where_memory_ends_verifiers_go_first(grading: Grading) -> None:
+    """And not a rank: one that leaks costs its response."""
+    assert scores([grading.submit("", problem("oom_score"))]) == [1000.0]
+
+
 def test_one_that_hangs_is_ended_with_all_it_started_and_holds_up_no_other(grading: Grading, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     bad = [grading.submit(str(file), problem("leaves_a_child")), grading.submit("", problem("hangs"))]

@@ -257,6 +257,22 @@ def test_conversations_that_failed_in_a_replaced_group_are_counted(tmp_path: Pat
     assert own.num_failed == size
 
 
+def test_a_resume_says_that_its_problems_are_others(
+    tmp_path: Path, grading: Grading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many of the same seed come in the same order, whatever they ask."""
+    make_char_tokenizer(tmp_path)
+    own = collector([], load_tokenizer(tmp_path), grading)
+    notes: list[str] = []
+    monkeypatch.setattr(own.progress, "note", notes.append)
+    state = own.state()
+    own.restore(state)
+    assert notes == []
+    own.train_data = Dataset(replace(problem, answer="1") for problem in own.train_data)
+    own.restore(state)
+    assert notes == ["The problems to learn from are as many as at the checkpoint, but others: data changed."]
+
+
 def test_a_step_counts_all_that_it_drew(tmp_path: Path, grading: Grading) -> None:
     make_char_tokenizer(tmp_path)
     seen: list[Trajectory] = []

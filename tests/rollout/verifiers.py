@@ -25,6 +25,10 @@ def who(response: str, problem: Problem) -> int:
     return os.getpid()
 
 
+def oom_score(response: str, problem: Problem) -> float:
+    return float(Path("/proc/self/oom_score_adj").read_text())
+
+
 def is_whole(response: str, problem: Problem) -> float:
     """Whether the problem came as it was."""
     return float(problem.metadata == {"pair": (1, (2, "x")), "map": {"1": [2, (3,)]}, "text": "\u00e9"})

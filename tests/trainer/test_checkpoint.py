@@ -126,6 +126,32 @@ def test_going_on_from_an_earlier_step_leaves_nothing_of_the_later_ones(one_rank
     assert one_rank["keep"]["rewound"] == ["step-000002"]
 
 
+def test_files_that_one_host_does_not_see_yet_have_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS shows a folder as it was for half a minute, but for what the host itself has written."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name).touch()
+    of_ranks, found = (["a", "c"], ["b"]), dict[str, str]()
+    for rank, own in enumerate(of_ranks):
+        hosts: Any = SimpleNamespace(together=lambda _, work: work(), gather=lambda value, _: [*of_ranks])
+        monkeypatch.setattr(checkpoint.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(checkpoint.dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(Path, "rglob", lambda self, _, own=own: map(self.joinpath, own))
+        found |= checkpoint._digests(tmp_path, checkpoint._all_files(tmp_path, hosts, "failed"))
+    assert sorted(found) == ["a", "b", "c"]
+
+
+def test_what_an_interrupted_removal_leaves_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of steps after the one that a run was resumed from."""
+    for step in (10, 20, 30, 40):
+        (tmp_path / f"step-{step:06}").mkdir()
+        (tmp_path / f"step-{step:06}" / "part").touch()
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.shutil, "rmtree", lambda path, **_: None)
+        checkpoint.prune(tmp_path, 20, 1)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000020"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000020"]
+
+
 def test_latest_ignores_what_is_not_a_whole_checkpoint(tmp_path: Path) -> None:
     for name in ("step-000005", "step-000012", "step-000020.tmp", "step-x", "other"):
         (tmp_path / name).mkdir()
