@@ -119,6 +119,19 @@ class Layout:
         return self.world // (self.tensor * self.pipeline * self.context)
 
 
+def short_ends(layers: int, chunks: int) -> int | None:
+    """Return how many ends of a pipeline have one layer less than its other chunks: 0, 1 (the last, which has the
+    output layer) or 2 (the first, too, which has the embedding). None where layers do not spread that evenly."""
+    short = -layers % chunks
+    return short if short <= 2 and layers >= chunks else None  # no chunk is empty
+
+
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Return how many layers each pipeline stage has, those of its virtual stages together."""
+    short, most = short_ends(layers, stages) or 0, -(-layers // stages)
+    return [most - (i == 0 and short > 1) - (i == stages - 1 and short > 0) for i in range(stages)]
+
+
 def smallest_world(p: ParallelConfig) -> int:
     """Return the fewest ranks that hold the model and the engines."""
     once = math.lcm(p.tensor * p.pipeline * p.context, p.expert * p.expert_tensor * p.pipeline)
@@ -211,11 +224,14 @@ def _check_sizes(config: Config, shape: ModelShape) -> None:
         f"a divisor of the vocabulary of {shape.vocab_size}",
         "Choose a divisor.",
     )
+    layers, virtual = shape.num_layers, p.virtual_pipeline or 1
+    fit = [n for n in range(min(virtual, 2), layers + 1) if short_ends(layers, n * virtual) is not None]
     rule(
         "parallel.pipeline",
-        shape.num_layers % (p.pipeline * (p.virtual_pipeline or 1)) == 0,
-        f"a divisor (times virtual_pipeline) of the model's {shape.num_layers} layers",
-        "Choose a divisor.",
+        p.pipeline in fit,
+        f"one of {fit}: stages (times virtual_pipeline) divide the model's {layers} layers, or 1 or 2 more, and none "
+        "is empty",
+        "Choose one" + (", or another --parallel.virtual-pipeline." if virtual > 1 else "."),
     )
     for name in ("pipeline", "context") if shape.has_mtp else ():
         rule(

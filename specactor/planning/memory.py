@@ -19,7 +19,7 @@ from specactor.config.rollout import SPLIT
 from specactor.config.speculation import MADE_BY_WARM_UP, WARM_UP_HEAD
 from specactor.config.train import HEAD_STEPS, PART_LOGITS
 from specactor.errors import ConfigError
-from specactor.parallel.layout import Layout, ModelShape, check, longest_text
+from specactor.parallel.layout import Layout, ModelShape, check, longest_text, stage_layers
 from specactor.planning.model_shapes import SHAPES, TransformerShape
 from specactor.weights_sync.buckets import ELEMENT_BYTES as BYTES
 
@@ -105,8 +105,7 @@ def of_job(
     """Return the memory of a device with a trainer and an engine rank; `drafts` are in every engine, beside an MTP
     layer, and `learns` on every rank."""
     width = BYTES[config.model.dtype]
-    dense, experts = parameters(shape, layout)
-    held = dense + experts
+    held = max(map(sum, parameters(shape, layout)))
     optimizer = optimizer_bytes(config, shape, layout) if config.train.optimizer_state != "host" else 0.0
     tokens = config.train.tokens_per_microbatch  # of each rank: with context parallelism a sequence has more
     engine = config.rollout.engine
@@ -185,7 +184,7 @@ def _draft_microbatch(config: Config, draft: TransformerShape) -> float:
 def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
     """Return the memory of a host with so many `devices`. Raises as `memory_of`."""
     layout, shape = _layout(config, ranks)
-    width, held, hosted = BYTES[config.model.dtype], sum(parameters(shape, layout)), min(devices, ranks)
+    width, held, hosted = BYTES[config.model.dtype], max(map(sum, parameters(shape, layout))), min(devices, ranks)
     learning = 1 + (config.algorithm.advantage == "gae")
     saved = shape.params + shape.mtp_params
     optimizer = learning * hosted * optimizer_bytes(config, shape, layout)
@@ -226,26 +225,29 @@ def checkpoint_bytes(config: Config) -> float:
 
 
 def optimizer_bytes(config: Config, shape: TransformerShape, layout: Layout) -> float:
-    """Return the bytes of Adam's moments and main weights of one rank, wherever they are."""
-    dense, experts = parameters(shape, layout)
+    """Return the bytes of Adam's moments and main weights of the fullest rank, wherever they are."""
     expert_copies = layout.world // (layout.expert * layout.expert_tensor * layout.pipeline)
     each = ADAM_BYTES[config.train.optimizer_state] + (MAIN_WEIGHT_BYTES if config.model.dtype != "float32" else 0)
-    return each * (dense / (layout.data * layout.context) + experts / expert_copies)
+    copies = layout.data * layout.context
+    return each * max(dense / copies + experts / expert_copies for dense, experts in parameters(shape, layout))
 
 
-def parameters(shape: TransformerShape, layout: Layout) -> tuple[float, float]:
-    """Return the fullest rank's parameters, (dense, experts'): the first or last stage has an embedding."""
-    layers = -(-shape.layers // layout.pipeline)
-    router = shape.hidden * shape.experts
-    dense = layers * ((shape.attention_params + shape.mlp_params - router) / layout.tensor + router)
-    ends = 2 if layout.pipeline == 1 and not shape.tied else 1
-    dense += (ends * shape.head_params + shape.mtp_params) / layout.tensor
-    return dense, layers * shape.experts * shape.expert_params / (layout.expert * layout.expert_tensor)
+def parameters(shape: TransformerShape, layout: Layout) -> list[tuple[float, float]]:
+    """Return the parameters of a rank of each stage, (dense, experts')."""
+    router, last = shape.hidden * shape.experts, layout.pipeline - 1
+    layer = (shape.attention_params + shape.mlp_params - router) / layout.tensor + router
+    layer_experts = shape.experts * shape.expert_params / (layout.expert * layout.expert_tensor)
+    found = []
+    for stage, layers in enumerate(stage_layers(shape.layers, layout.pipeline)):
+        ends = (stage == 0) + (stage == last and not (last == 0 and shape.tied))
+        dense = layers * layer + (ends * shape.head_params + shape.mtp_params) / layout.tensor
+        found.append((dense, layers * layer_experts))
+    return found
 
 
 def activations(config: Config, layout: Layout, shape: TransformerShape, tokens: float) -> float:
     """Return a micro-batch's bytes: what layers keep, and all of the computed one."""
-    layers = -(-shape.layers // layout.pipeline)
+    layers = max(stage_layers(shape.layers, layout.pipeline))
     whole = LAYER_BYTES * tokens * shape.hidden / layout.tensor
     experts = BYTES["bfloat16"] * tokens * shape.experts_per_token * (2 * shape.hidden + 3 * shape.expert_intermediate)
     one = whole + experts / layout.tensor

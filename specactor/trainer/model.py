@@ -26,7 +26,7 @@ from specactor.cpu import megatron as cpu_platform
 from specactor.cpu.sglang import OF_TRAINER
 from specactor.data.tokenizer import register_mimo
 from specactor.errors import ConfigError
-from specactor.parallel.layout import experts_in
+from specactor.parallel.layout import experts_in, short_ends
 from specactor.trainer import fusions
 
 cpu_platform.install()
@@ -226,14 +226,18 @@ def _make_bridge(model_dir: Path, dtype: str, local_spec: bool, train: TrainConf
     bridge = mbridge.AutoBridge.from_config(hf_config, dtype=DTYPES[dtype])
     head = "model.embed_tokens.weight" if hf_config.tie_word_embeddings else "lm_head.weight"
     bridge._DIRECT_MAPPING = bridge._DIRECT_MAPPING | {"output_layer.weight": head}  # mbridge knows tied Qwens alone
-    pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    short = short_ends(hf_config.num_hidden_layers, stages * virtual) or 0
     settings: dict[str, Any] = {
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
         "calculate_per_token_loss": True,  # gradients are summed, not averaged: weights are global
-        "variable_seq_lengths": pipelined,  # micro-batches differ in length
+        "variable_seq_lengths": stages > 1,  # micro-batches differ in length
+        "account_for_loss_in_pipeline_split": short > 0,
+        "account_for_embedding_in_pipeline_split": short > 1,
         "deterministic_mode": train.deterministic,
     }
     if experts_in(hf_config.to_dict()):

@@ -1,4 +1,4 @@
-"""The job on three hosts with one rank each, which has one stage of the model and one engine."""
+"""The job on three hosts with one rank each, which has one stage of the model, of 1, 2 and 1 layers, and one engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specactor.parallel.failure import RESUME
 from tests.cluster.conftest import ClusterJob, undisturbed
 from tests.cluster.test_two_hosts import SILENT
 
-LAYOUT = ("--model.path", "tiny:3", "--parallel.pipeline", "3", "--parallel.expert", "1", "--parallel.engines", "3")
+LAYOUT = ("--model.path", "tiny:4", "--parallel.pipeline", "3", "--parallel.expert", "1", "--parallel.engines", "3")
 SHAPE = (*LAYOUT, "--train.steps", "2")
 
 

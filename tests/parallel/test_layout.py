@@ -52,6 +52,7 @@ def config(**parallel: Any) -> Config:
         (4, {"tensor": 2, "pipeline": 2, "expert_tensor": 2}, 1),
         (4, {"pipeline": 2, "expert": 2}, 2),
         (2, {"pipeline": 2, "virtual_pipeline": 2}, 1),
+        (3, {"pipeline": 3}, 1),
         (4, {"expert": 4, "engines": 2, "engine_tensor": 2}, 4),
     ],
 )
@@ -116,11 +117,18 @@ def test_layouts_that_work(world: int, parallel: dict[str, int], data: int) -> N
             "parallel.tensor: got 2, expected a divisor of the vocabulary of 97. Choose a divisor.",
         ),
         (
-            3,
-            {"pipeline": 3},
+            5,
+            {"pipeline": 5},
             MOE,
-            "parallel.pipeline: got 3, expected a divisor (times virtual_pipeline) of the model's 4 layers. "
-            "Choose a divisor.",
+            "parallel.pipeline: got 5, expected one of [1, 2, 3, 4]: stages (times virtual_pipeline) divide the "
+            "model's 4 layers, or 1 or 2 more, and none is empty. Choose one.",
+        ),
+        (
+            4,
+            {"pipeline": 4, "virtual_pipeline": 2},
+            MOE,
+            "parallel.pipeline: got 4, expected one of [2]: stages (times virtual_pipeline) divide the model's 4 "
+            "layers, or 1 or 2 more, and none is empty. Choose one, or another --parallel.virtual-pipeline.",
         ),
         (
             2,

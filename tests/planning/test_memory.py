@@ -18,7 +18,17 @@ from specactor.config import Config
 from specactor.errors import ConfigError
 from specactor.parallel.layout import Layout, longest_text
 from specactor.planning.command import show_memory
-from specactor.planning.memory import DRAFT_ROWS, MICRO_BATCH, PHASES, Memory, Phase, host_memory_of, memory_of, of_job
+from specactor.planning.memory import (
+    DRAFT_ROWS,
+    MICRO_BATCH,
+    PHASES,
+    Memory,
+    Phase,
+    host_memory_of,
+    memory_of,
+    of_job,
+    parameters,
+)
 from specactor.planning.model_shapes import SHAPES, TransformerShape
 from specactor.recipes import load, recipes, to_json
 from specactor.rollout.sglang.gpu import MAX_ROWS
@@ -51,6 +61,19 @@ def test_parameters_are_all_on_some_rank() -> None:
     # Adam's state of what 32 ranks of a stage hold between them is that of half the model, and one embedding.
     assert "rollout" not in divided["optimizer"], "it is in host memory"
     assert 32 * divided["optimizer"]["train"] == pytest.approx(12 * (MOE.params / 2), rel=0.02)
+
+
+def test_the_fullest_stage_is_one_between_where_the_ends_have_a_layer_less() -> None:
+    """Qwen3-235B-A22B's 94 layers over 8 stages: 11, 12 six times, and 11."""
+    large, stages = SHAPES["Qwen3-235B-A22B"], layout(8, pipeline=8)
+    held = [sum(of_stage) for of_stage in parameters(large, stages)]
+    assert sum(held) == large.params
+    layer = (large.params - 2 * large.head_params) / 94
+    assert held == [11 * layer + large.head_params, *[12 * layer] * 6, 11 * layer + large.head_params]
+    rows = of_job(load(["qwen3_30b_a3b"]), stages, large, H100).rows
+    assert rows["policy, trainer"]["train"] == 2 * 12 * layer
+    config = load(["qwen3_30b_a3b", "--model.path", large.name, "--parallel.pipeline", "8"])
+    assert memory_of(config, 256, H100).rows["policy, trainer"]["train"] < 2 * 12 * layer / 4
 
 
 def test_in_float32_the_optimizer_stays() -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,9 @@ LAYOUTS_4 = {
 }
 ALL_IN_ONE = "TP2xEP2 of 4"
 """Of four ranks, in `make check`: tensors, experts and data at once. The others are deep."""
-DENSE_2 = {"TP2": {"tensor": 2}, "PP2": {"pipeline": 2}}
-DENSE = [("dense", "TP2"), ("tied", "PP2")]
-"""Models without experts, in `make check`: one whose embeddings are tied has them on both stages. The rest is deep."""
+DENSE = {"dense": ("TP2", "PP2"), "tied": ("PP2xVPP2", "TP2", "PP2")}
+"""Models without experts, of which the first layout is in `make check`. One whose embeddings are tied has them on both
+stages. With 3 layers the last of two stages has one less, with 6 the first and the last of four chunks."""
 
 CRITICS = [("DP2", "PP2"), ("EP2", "TP2xEP2")]
 """A critic is saved under the first layout, and loaded under the second; the last two are deep."""
@@ -125,8 +124,9 @@ def two_ranks(
         entry = {"check": "layout", "model": moe, "parallel": parallel, "parts": parts}
         spec[name] = entry | {"cases": EVERY_CASE if deep else SOME_CASES[name]}
     spec["EP2"] |= {"more": True, "export": str(folder / "exported")}
-    for model, name in product(("dense", "tied"), DENSE_2) if deep else DENSE:
-        entry = {"check": "layout", "model": str(reference / model), "parallel": DENSE_2[name], "cases": FEW_CASES}
+    for model, name in [(model, name) for model, names in DENSE.items() for name in (names if deep else names[:1])]:
+        entry = {"check": "layout", "model": str(reference / model), "cases": FEW_CASES}
+        entry["parallel"] = LAYOUTS_2[name] | {"expert_tensor": 1}
         spec[f"{model} {name}"] = entry | {"parts": ["critic"] if model == "dense" or deep else []}
     for mistake in ("no_gradient_sync", "mean_per_rank"):
         spec[mistake] = {"check": "wrong", "mistake": mistake, "model": moe}
@@ -134,6 +134,7 @@ def two_ranks(
     spec["critic_per_rank"] = wrong_critic
     for name in ("TP2", "EP2", "PP2xVPP2", "DP2"):
         spec[f"save {name}"] = {"check": "save", "model": moe, "parallel": LAYOUTS_2[name], "root": str(folder / name)}
+    spec["save PP2xVPP2"]["model"] = tied = str(reference / "tied")
     for state in OPTIMIZER_STATES:
         entry = {"check": "optimizer", "state": state, "model": moe, "root": str(folder / state)}
         spec[f"optimizer {state}"] = entry
@@ -147,6 +148,8 @@ def two_ranks(
     tp2, ep2 = str(folder / "TP2" / "step-000002"), str(folder / "EP2" / "step-000002")
     spec["TP2 -> PP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["PP2"], "path": tp2}
     spec["EP2 -> TP2xEP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["TP2xEP2"], "path": ep2}
+    pp2 = str(folder / "PP2xVPP2" / "step-000002")
+    spec["PP2xVPP2 -> PP2"] = {"check": "load", "model": tied, "parallel": LAYOUTS_2["PP2"], "path": pp2}
     spec["TP2 -> EP2"] = {"check": "load", "model": moe, "parallel": LAYOUTS_2["EP2"], "path": tp2}
     return launch(2, spec, folder) | {"checkpoints": {"TP2": tp2, "EP2": ep2}}
 

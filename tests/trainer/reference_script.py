@@ -44,8 +44,9 @@ def main(root: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     save_model(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **MOE, tie_word_embeddings=False)), root / "moe")
-    save_model(Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False)), root / "dense")
-    save_model(Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)), root / "tied")
+    dense, tied = SHAPE | {"num_hidden_layers": 3}, SHAPE | {"num_hidden_layers": 6}  # see `conftest.DENSE`
+    save_model(Qwen3ForCausalLM(Qwen3Config(**dense, tie_word_embeddings=False)), root / "dense")
+    save_model(Qwen3ForCausalLM(Qwen3Config(**tied, tie_word_embeddings=True)), root / "tied")
     for name in ("moe", "dense", "tied"):
         save_file({"logits_RV": all_logits(root / name)}, root / f"{name}.logits")
     save_file(all_experts(root / "moe"), root / "moe.experts")

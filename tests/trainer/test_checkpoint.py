@@ -51,7 +51,13 @@ def test_the_callers_state_comes_back(two_ranks: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("save TP2", "TP2 -> PP2"), ("save EP2", "EP2 -> TP2xEP2"), ("save TP2", "TP2 -> 1")]
+    ("saved", "loaded"),
+    [
+        ("save TP2", "TP2 -> PP2"),
+        ("save EP2", "EP2 -> TP2xEP2"),
+        ("save TP2", "TP2 -> 1"),
+        ("save PP2xVPP2", "PP2xVPP2 -> PP2"),
+    ],
 )
 def test_another_layout_goes_on_from_there(
     one_rank: dict[str, Any], two_ranks: dict[str, Any], saved: str, loaded: str

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from specactor.parallel.layout import short_ends, stage_layers
 from tests.trainer import policy_cases as cases
 from tests.trainer.conftest import (
     ALL_IN_ONE,
     DENSE,
-    DENSE_2,
     EVERY_CASE,
     FEW_CASES,
     FEWER,
@@ -24,10 +27,11 @@ from tests.trainer.conftest import (
 OF_FOUR = [pytest.param(name, marks=[] if name == ALL_IN_ONE else [pytest.mark.deep]) for name in LAYOUTS_4]
 
 OF_DENSE = [
-    pytest.param(model, name, marks=[] if (model, name) in DENSE else [pytest.mark.deep])
-    for model, name in product(("dense", "tied"), DENSE_2)
+    pytest.param(model, name, marks=[] if name == names[0] else [pytest.mark.deep])
+    for model, names in DENSE.items()
+    for name in names
 ]
-TIED_CRITIC = pytest.param("tied", "PP2", marks=pytest.mark.deep)
+TIED_CRITIC = pytest.param("tied", "PP2xVPP2", marks=pytest.mark.deep)
 
 
 def assert_same_step(got: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -68,6 +72,34 @@ def test_dense_models_learn_like_one(
     one_rank: dict[str, Any], two_ranks: dict[str, Any], model: str, name: str, case: str
 ) -> None:
     assert_same_step(two_ranks[f"{model} {name}"][case], one_rank[model][case])
+
+
+@pytest.mark.parametrize("virtual", [None, 2, 3])
+def test_stages_have_the_layers_that_megatron_gives_them(virtual: int | None) -> None:
+    shorts = set()
+    for layers, stages in product(range(1, 97), range(2, 9)):
+        short = short_ends(layers, stages * (virtual or 1))
+        if short is None:
+            continue
+        config = SimpleNamespace(
+            num_layers=layers,
+            pipeline_model_parallel_size=stages,
+            virtual_pipeline_model_parallel_size=virtual,
+            pipeline_model_parallel_layout=None,
+            num_layers_in_first_pipeline_stage=None,
+            num_layers_in_last_pipeline_stage=None,
+            account_for_loss_in_pipeline_split=short > 0,
+            account_for_embedding_in_pipeline_split=short > 1,
+        )
+        places = list(product([None] if virtual is None else range(virtual), range(stages)))
+        sizes = [get_num_layers_to_build(config, *place) for place in places]
+        firsts = [get_transformer_layer_offset(config, *place) for place in places]
+        assert firsts == [sum(sizes[:i]) for i in range(len(sizes))]
+        assert min(sizes) > 0
+        assert [sum(sizes[stage::stages]) for stage in range(stages)] == stage_layers(layers, stages)
+        assert sum(sizes) == layers
+        shorts.add(short)
+    assert shorts == {0, 1, 2}
 
 
 def everything(two_ranks: dict[str, Any], four_ranks: dict[str, Any]) -> dict[str, Any]:

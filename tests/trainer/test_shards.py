@@ -19,7 +19,7 @@ NAMES = (*LAYOUTS_2, "MiMo TP2")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By layout, of both ranks."""
     folder = tmp_path_factory.mktemp("shards")
-    make_tiny_model(TinyModelConfig(num_layers=4, hidden_size=64, num_experts=4, expert_size=32), 0, folder / "moe")
+    make_tiny_model(TinyModelConfig(num_layers=6, hidden_size=64, num_experts=4, expert_size=32), 0, folder / "moe")
     run_alone("tests.rollout.sglang.make_mimo", folder / "mimo", "random", 96)
     spec: dict[str, Any] = {
         name: {"model": str(folder / "moe"), "parallel": parallel} for name, parallel in LAYOUTS_2.items()
