@@ -167,7 +167,8 @@ def round_of(
         drafted_B = np.where(ahead_B, share_BW.sum(axis=1), drafted_B)
     seconds = _verify_s(table, requests, drafted_B) + host_s + draft_s
     accepted_B, variance_B = _accepted(offered_BW)
-    return Round(seconds=seconds, tokens=1.0 + accepted_B, drafted=drafted_B, variance=variance_B, most=1.0 + window_B)
+    most_B = 1.0 + window_B.astype(np.float64)
+    return Round(seconds=seconds, tokens=1.0 + accepted_B, drafted=drafted_B, variance=variance_B, most=most_B)
 
 
 def _accepted(offered_BW: Floats) -> tuple[Floats, Floats]:
