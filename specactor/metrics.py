@@ -184,8 +184,7 @@ class Tracker:
         _write_whole(run_dir / "config.json", json.dumps(config_json, indent=2) + "\n")
         self._metrics = run_dir / "metrics.jsonl"
         kept = _cut(self._metrics, resume_step)
-        self.last: dict[str, Any] = json.loads(kept[-1]) if kept else {}
-        """The last line of the file; empty without one."""
+        self._last: dict[str, Any] = json.loads(kept[-1]) if kept else {}  # line of the file
         self._file = self._metrics.open("a")
         self._last_step = resume_step or -1
         self._run = _start_wandb(run_dir, config_json, tracking, resuming=resume_step > 0)
@@ -205,7 +204,7 @@ class Tracker:
             raise SpecActorError(
                 f"metrics: got step {step} after {self._last_step}, expected a later one. Log a step once."
             )
-        self._last_step, self.last = step, line
+        self._last_step, self._last = step, line
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -213,12 +212,16 @@ class Tracker:
         self._wandb_step = max(step, self._wandb_step + 1)
         self._to_wandb(lambda run: run.log({"step": step, **metrics}, step=self._wandb_step))
 
+    def lacks(self, name: str, step: int) -> bool:
+        """Return whether the step's line is the last one, and has no such metric."""
+        return self._last.get("step") == step and name not in self._last
+
     def complete(self, metrics: Mapping[str, Value]) -> None:
         """Add to the last line; a crash leaves it as it was, or whole."""
-        step = self.last["step"]
-        self.last |= _line(step, metrics)
+        step = self._last["step"]
+        self._last |= _line(step, metrics)
         self._file.close()
-        _write_whole(self._metrics, "".join([*_whole_lines(self._metrics)[:-1], json.dumps(self.last) + "\n"]))
+        _write_whole(self._metrics, "".join([*_whole_lines(self._metrics)[:-1], json.dumps(self._last) + "\n"]))
         self._file = self._metrics.open("a")
         self._wandb_step = max(self._wandb_step, self._wandb_least)  # the row of `log`, unless another process wrote it
         self._to_wandb(lambda run: run.log({"step": step, **metrics}, step=self._wandb_step))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from specactor.data.dataset import Dataset, build_dataset
 from specactor.data.environment import environment_of
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.device_memory import DeviceMemory
-from specactor.errors import ConfigError, DataError, PlanError
+from specactor.errors import ConfigError, PlanError
 from specactor.metrics import Tracker, read_metrics, rss_bytes
 from specactor.parallel.collective import Collective, destroy_groups, ends_with_peers, init_groups
 from specactor.parallel.devices import gpu_uuid, gpus, return_unused
@@ -41,7 +40,7 @@ from specactor.recipes import keep_imports, to_json
 from specactor.replay.audit import Audit
 from specactor.replay.recorder import StepRecorder
 from specactor.replay.records import reach
-from specactor.rollout.collector import RolloutCollector
+from specactor.rollout.collector import RolloutCollector, check_same_problems
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_start import check_in_engines, check_tokenizers, start_drafters
@@ -333,18 +332,6 @@ def _problems(
     return Dataset.of(sets) if len(sets) > 1 else sets[0], held_out
 
 
-def check_same_problems(sets: Sequence[Dataset], collective: Collective) -> None:
-    """Raise DataError on all ranks where one has other problems than rank 0: they would mix in silence. Collective."""
-    own = collective.together("data", lambda: [part.content for part in sets])
-    first, *others = collective.gather((socket.gethostname(), own), tuple[str, list[str]])
-    for rank, (host, found) in enumerate(others, 1):
-        if found != first[1]:
-            raise DataError(
-                f"data: rank {rank} on {host} has other problems than rank 0 on {first[0]}. A function has to return "
-                "the same rows on every rank, and all hosts have to see the same files."
-            )
-
-
 def _is_plain(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether a prompt is a text that no chat template has made. The first token may be special in any text."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -407,7 +394,9 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> bool
         return True
     if actor.steps_done == 0 and config.eval.problems:
         _log(actor, tracker, 0, {"weights/version": actor.version} | _evaluate(actor, folder))
-    elif _is_evaluated(config, actor.steps_done) and actor.collective.any(_lacks_evaluation(tracker, actor.steps_done)):
+    elif config.is_evaluated(actor.steps_done) and actor.collective.any(
+        tracker is not None and tracker.lacks("time/eval_s", actor.steps_done)
+    ):
         _complete(actor, folder, tracker)  # the run ended before it was over
     unfinished: list[Callable[[], Path]] = []
     ends = False
@@ -424,7 +413,7 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> bool
         while unfinished:
             unfinished.pop()()
         # After the checkpoint, since it may take longer than the step: a run that ends meanwhile resumes here.
-        if _is_evaluated(config, done) and not (ends and done < config.train.steps):
+        if config.is_evaluated(done) and not (ends and done < config.train.steps):
             _complete(actor, folder, tracker)
             ends = is_saved and actor.collective.any(is_end_asked())
     if actor.steps_done < config.train.steps:
@@ -470,16 +459,6 @@ def _write_checkpoint(
     with actor.progress.phase("checkpoint"):
         state = actor.state()
         unfinished.append(checkpoint.write(actor.trainer, folder.checkpoints, done, state, keep=keep, beside=beside))
-
-
-def _is_evaluated(config: Config, step: int) -> bool:
-    every = config.eval.every
-    return config.eval.problems > 0 and (step == config.train.steps or (every > 0 and step % every == 0))
-
-
-def _lacks_evaluation(tracker: Tracker | None, step: int) -> bool:
-    """Say, on rank 0, whether the step's line is there without the evaluation after it."""
-    return tracker is not None and tracker.last.get("step") == step and "time/eval_s" not in tracker.last
 
 
 def _complete(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None:

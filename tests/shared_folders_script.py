@@ -18,6 +18,7 @@ from specactor.errors import ConfigError, DataError, PeerFailedError
 from specactor.parallel import collective as module
 from specactor.parallel.collective import Collective
 from specactor.recipes import load
+from specactor.rollout.collector import check_same_problems
 from specactor.run_folder import RunFolder
 from specactor.run_owner import RunOwner
 from specactor.trainer import warmup
@@ -43,7 +44,7 @@ def main(base: Path) -> None:
     for name, answer in (("same problems", ""), ("other problems", str(rank))):
         of = Problem(index=0, prompt="1+1=", prompt_ids=(1,), answer=answer, verifier="exact", metadata={})
         try:
-            run.check_same_problems([Dataset([of])], collective)
+            check_same_problems([Dataset([of])], collective)
             found[name] = ""
         except DataError as error:
             found[name] = str(error)

@@ -202,6 +202,11 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
+    def is_evaluated(self, step: int) -> bool:
+        """Return whether an evaluation follows RL step `step`, from 1."""
+        every = self.eval.every
+        return self.eval.problems > 0 and (step == self.train.steps or (every > 0 and step % every == 0))
+
     @property
     def lends_devices(self) -> bool:
         """Return whether drafters sleep on engines' devices, and have none of their own."""

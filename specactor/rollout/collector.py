@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -459,6 +460,18 @@ class RolloutCollector:
             self.open_groups, others = resume.begun_again(scored, sampling, with_experts=replays)
             if others:
                 self.progress.note(f"open groups of other settings are begun again: {', '.join(others)}")
+
+
+def check_same_problems(sets: Sequence[Dataset], collective: Collective) -> None:
+    """Raise DataError on all ranks where one has other problems than rank 0: they would mix in silence. Collective."""
+    own = collective.together("data", lambda: [part.content for part in sets])
+    first, *others = collective.gather((socket.gethostname(), own), tuple[str, list[str]])
+    for rank, (host, found) in enumerate(others, 1):
+        if found != first[1]:
+            raise DataError(
+                f"data: rank {rank} on {host} has other problems than rank 0 on {first[0]}. A function has to return "
+                "the same rows on every rank, and all hosts have to see the same files."
+            )
 
 
 def _check_ends(responses: Iterable[Trajectory]) -> None:

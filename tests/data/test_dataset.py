@@ -276,7 +276,7 @@ def test_the_content_is_what_is_asked_and_judged(tmp_path: Path, tokenizer: PreT
     def content(**changed: object) -> str:
         return build(tokenizer, path=str(write_lines(tmp_path / "a.jsonl", {**GOOD, "level": 1, **changed}))).content
 
-    assert len({content(), content(prompt="1+2="), content(answer="5"), content(verifier="exact")}) == 4
+    assert len({content(), content(prompt="1+2="), content(answer="5"), content(verifier="number")}) == 4
     assert content(level=2) == content()
 
 
