@@ -53,7 +53,7 @@ def results(
 ) -> dict[int, dict[str, Any]]:
     deep = any(item.get_closest_marker("deep") for item in request.session.items)
     folder = tmp_path_factory.mktemp("sync")
-    shape = TinyModelConfig(num_layers=4, hidden_size=128, num_experts=4, expert_size=64)
+    shape = TinyModelConfig(num_layers=6, hidden_size=128, num_experts=4, expert_size=64)
     make_tiny_model(shape, 0, folder / "model")
     return {world: run(world, folder, deep) for world in LAYOUTS if world == 2 or deep}
 
