@@ -246,8 +246,9 @@ def parameters(shape: TransformerShape, layout: Layout) -> list[tuple[float, flo
 
 
 def activations(config: Config, layout: Layout, shape: TransformerShape, tokens: float) -> float:
-    """Return a micro-batch's bytes: what layers keep, and all of the computed one."""
-    layers = max(stage_layers(shape.layers, layout.pipeline))
+    """Return a rank's bytes: what layers keep, and all of the computed one."""
+    # A pipeline's first stage begins as many micro-batches as there are stages before one of them comes back.
+    layers = layout.pipeline * max(stage_layers(shape.layers, layout.pipeline))
     whole = LAYER_BYTES * tokens * shape.hidden / layout.tensor
     experts = BYTES["bfloat16"] * tokens * shape.experts_per_token * (2 * shape.hidden + 3 * shape.expert_intermediate)
     one = whole + experts / layout.tensor

@@ -140,6 +140,11 @@ def test_more_devices_in_a_dimension_never_take_more(name: str) -> None:
             assert many.rows[what][phase] <= size * 1.001, (what, phase)  # ranks of one group all hold the router
 
 
+def test_stages_keep_as_many_micro_batches_as_there_are_stages() -> None:
+    one, four = (job(64, pipeline=pipeline).rows["activations"]["train"] for pipeline in (1, 4))
+    assert four == one, "of a quarter of the layers"
+
+
 def test_context_parallelism_lengthens_what_a_micro_batch_holds() -> None:
     """Not its tokens on a rank, by which activations and logits go."""
     one, four = (job(64, tensor=4, expert=8, context=context).rows for context in (1, 4))

@@ -117,6 +117,7 @@ def resumed(
     run.config = cast("Any", SimpleNamespace(rollout=rollout, train=SimpleNamespace(routing_replay=replay)))
     run.progress = cast("Any", SimpleNamespace(note=notes.append))
     run.prompts = cast("Any", SimpleNamespace(restore=lambda state: None))
+    run.train_data = cast("Any", SimpleNamespace(content="the same"))
     run.restore({"prompts": None, "open_groups": json.loads(json.dumps(resume.state(groups)))})
     return run.open_groups, notes
 
