@@ -224,13 +224,12 @@ def _build(job: _Job, layout: Layout) -> SpecActor:
             others=[("drafter start", drafters.wait_ready)],
         )
     log_file = (folder.engines / f"verifiers-{collective.rank}.log").resolve()
+    grading = job.stack.enter_context(Grading(timeout_s=config.rollout.environment_timeout_s, log_file=str(log_file)))
     rollouts = RolloutCollector(
         config,
         pool=pool,
         drafters=drafters,
-        grading=job.stack.enter_context(
-            Grading(timeout_s=config.rollout.environment_timeout_s, log_file=str(log_file))
-        ),
+        grading=grading,
         collective=collective,
         tokenizer=tokenizer,
         train_data=train_data,
@@ -392,12 +391,7 @@ def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> bool
     if replay is not None:
         _replay(actor, replay, tracker)
         return True
-    if actor.steps_done == 0 and config.eval.problems:
-        _log(actor, tracker, 0, {"weights/version": actor.version} | _evaluate(actor, folder))
-    elif config.is_evaluated(actor.steps_done) and actor.collective.any(
-        tracker is not None and tracker.lacks("time/eval_s", actor.steps_done)
-    ):
-        _complete(actor, folder, tracker)  # the run ended before it was over
+    _evaluate_at_start(actor, folder, tracker)
     unfinished: list[Callable[[], Path]] = []
     ends = False
 
@@ -459,6 +453,15 @@ def _write_checkpoint(
     with actor.progress.phase("checkpoint"):
         state = actor.state()
         unfinished.append(checkpoint.write(actor.trainer, folder.checkpoints, done, state, keep=keep, beside=beside))
+
+
+def _evaluate_at_start(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None:
+    """Evaluate a new run's policy, or what a resumed one had not evaluated when it ended."""
+    config, done = actor.config, actor.steps_done
+    if done == 0 and config.eval.problems:
+        _log(actor, tracker, 0, {"weights/version": actor.version} | _evaluate(actor, folder))
+    elif config.is_evaluated(done) and actor.collective.any(tracker is not None and tracker.lacks("time/eval_s", done)):
+        _complete(actor, folder, tracker)
 
 
 def _complete(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> None:

@@ -149,17 +149,22 @@ CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 def free_memory_bytes() -> int:
     """Return what may still be taken of the machine's memory, or of a container's or job's where that is less."""
     free = int(psutil.virtual_memory().available)
-    own = CGROUPS / OWN_CGROUP.read_text().strip().rpartition("::/")[2]
-    for group in (own, *own.parents):
-        with contextlib.suppress(OSError, ValueError):  # no group, or one without a limit: "max"
-            limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-            pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            free = min(free, limit - used + int(pages["active_file"]) + int(pages["inactive_file"]))  # caches go
+    for group, limit in _memory_limits():
+        used = int((group / "memory.current").read_text())
+        pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(pages["active_file"]) + int(pages["inactive_file"]))  # caches go
     return max(0, free)
 
 
 def _memory_bytes() -> int:
-    total = int(psutil.virtual_memory().total)
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return min(total, int(text)) if text.isdigit() else total
+    return min([int(psutil.virtual_memory().total), *(limit for _, limit in _memory_limits())])
+
+
+def _memory_limits() -> list[tuple[Path, int]]:
+    """Return this process's control groups that have a limit, with its bytes."""
+    found = []
+    own = CGROUPS / (OWN_CGROUP.read_text().strip().rpartition("::/")[2] if OWN_CGROUP.exists() else "")
+    for group in (own, *own.parents):
+        with contextlib.suppress(OSError, ValueError):  # no group, or "max"
+            found.append((group, int((group / "memory.max").read_text())))
+    return found

@@ -164,6 +164,26 @@ def test_after_deaths_resuming_gives_the_same_metrics(
 
 
 @pytest.mark.deep
+def test_after_a_death_in_an_evaluation_resuming_evaluates_and_takes_no_step_again(
+    start: Start, undisturbed: list[dict[str, Value]]
+) -> None:
+    job = start("killed-in-eval")
+    job.wait_for("rollout", 3)
+    job.record()
+    job.wait_for("eval", 4)
+    job.kill(job.victim("rank 1"))
+    assert job.wait(END_S) != 0
+    assert job.left(LEFT_S) == []
+    [*before, last] = compared(job.folder)
+    assert before == undisturbed[:-1]
+    assert {*undisturbed[-1]} - {*last} == {"accuracy/eval", "score/eval"}
+    assert last.items() <= undisturbed[-1].items()
+    job = start("killed-in-eval", launch=partial(Launcher, 2))
+    assert job.wait(RUN_S) == 0, job.output()
+    assert compared(job.folder) == undisturbed
+
+
+@pytest.mark.deep
 def test_ctrl_c_ends_the_run_and_says_how_to_continue(start: Start) -> None:
     job = start("interrupted")
     job.wait_for("rollout", 1)

@@ -44,6 +44,7 @@ def test_a_container_or_job_has_less_free_memory_than_its_machine(
     group(tmp_path / "job", 1000, 400)
     group(tmp_path / "job/step", "max", 400)
     assert devices.free_memory_bytes() == 642
+    assert devices._memory_bytes() == 1000
     group(tmp_path / "job/step", 500, 400)
     assert devices.free_memory_bytes() == 142
     group(tmp_path / "job", 300, 400)

@@ -69,10 +69,17 @@ class Planner:
         for name, model in self._acceptance.items():
             if name not in self._drafter_set.there:
                 continue
-            reading, costs = self._estimates.reading[name], self._costs
+            reading = self._estimates.reading[name]
             choice = of_drafter(
-                *(name, model, costs, sequences, caps, drafts.get(name)), windows=self._windows, ready=reading.ready
-            ).corrected(costs.correction.factor(name), reading.seconds)
+                name,
+                model,
+                self._costs,
+                sequences,
+                caps,
+                drafts.get(name),
+                windows=self._windows,
+                ready=reading.ready,
+            ).corrected(self._costs.correction.factor(name), reading.seconds)
             if self._drafter_set.drafters[name].drafts_ahead:
                 gain = self.usual_gain(name, tokens=choice.emitted / requests, rounds=choice.round_s / plain_s)
                 choice = replace(choice, usual=gain * requests / plain_s)
