@@ -473,13 +473,11 @@ def _complete(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> N
 
 
 def _evaluate(actor: SpecActor, folder: RunFolder) -> dict[str, float]:
-    sets = actor.rollouts.evaluate()
+    sets, step, tokenizer = actor.rollouts.evaluate(), actor.steps_done, actor.rollouts.tokenizer
     temperature = actor.config.rollout.temperature if actor.config.eval.samples > 1 else 0.0
     if actor.collective.rank == 0:
         for name, groups in sets.items():
-            folder.write_evaluation(
-                actor.steps_done, groups, actor.rollouts.tokenizer, name=name, temperature=temperature
-            )
+            folder.write_evaluation(step, groups, tokenizer, name=name, temperature=temperature)
     return measurements.of_evaluation(sets)
 
 

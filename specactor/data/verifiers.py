@@ -233,14 +233,17 @@ async def _score_of(answer: aiohttp.ClientResponse) -> float:
     return msgspec.json.decode(text, type=_Answer).score
 
 
-def remote_verifier(url: str, timeout_s: float | None = None) -> Callable[[str, Problem], Awaitable[float]]:
-    """Return the verifier at that address. Raises DataError for what is none."""
+def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        good = bool(parts.hostname) and parts.port != 0
+        return bool(parts.hostname) and parts.port != 0
     except ValueError:
-        good = False
-    if not good:
+        return False
+
+
+def remote_verifier(url: str, timeout_s: float | None = None) -> Callable[[str, Problem], Awaitable[float]]:
+    """Return the verifier at that address. Raises DataError for what is none."""
+    if not _is_address(url):
         raise DataError(f"got {url!r}, expected the address of a verifier, as http://host:port/path. Correct it.")
     limit_s = 60.0 if timeout_s is None else timeout_s
     is_away = False
@@ -278,8 +281,7 @@ def remote_verifier(url: str, timeout_s: float | None = None) -> Callable[[str, 
                 ) as error:
                     status = error.status if isinstance(error, aiohttp.ClientResponseError) else None
                     if status not in AWAY and not isinstance(error, aiohttp.ClientConnectorError):
-                        # The response itself may end the server. One that is away is asked until time is over.
-                        failed += 1
+                        failed += 1  # the response itself may end the server; one that is away is not counted
                         if failed == 4 or (status is not None and status < 500):
                             raise
                     await pause(attempt, deadline, error)

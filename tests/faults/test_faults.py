@@ -176,6 +176,7 @@ def test_after_a_death_in_an_evaluation_resuming_evaluates_and_takes_no_step_aga
     assert job.left(LEFT_S) == []
     [*before, last] = compared(job.folder)
     assert before == undisturbed[:-1]
+    assert (job.folder.checkpoints / "step-000003").is_dir()
     assert {*undisturbed[-1]} - {*last} == {"accuracy/eval", "score/eval"}
     assert last.items() <= undisturbed[-1].items()
     job = start("killed-in-eval", launch=partial(Launcher, 2))
