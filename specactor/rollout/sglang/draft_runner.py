@@ -393,6 +393,23 @@ class DraftRunner:
 
     def _catch_up(self, batch: DraftBatch) -> Tensor:
         """Return logits [B, V] after each text."""
+        rows, last = self._unseen(batch)
+        pieces = []
+        for first in range(0, len(rows), MAX_ROWS):
+            wanted = on_device(
+                [row - first for row in last if first <= row < first + MAX_ROWS], self._device, torch.int64
+            )
+            columns = self._columns(rows[first : first + MAX_ROWS], batch)
+            if len(wanted):
+                pieces.append(self._logits(*columns, wanted))
+            else:
+                self._hidden(self._batch(*columns))
+        for text in batch.texts:
+            text.cache.cached = text.length
+        return torch.cat(pieces)
+
+    def _unseen(self, batch: DraftBatch) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """Return the unseen tokens, each with its text's and its own position, and which of them end texts."""
         starts = [max(self.first_token, min(text.cache.cached, text.length - 1)) for text in batch.texts]
         unseen = [text.since(start) for text, start in zip(batch.texts, starts, strict=True)]
         rows = [
@@ -400,21 +417,12 @@ class DraftRunner:
             for b, (tokens, start) in enumerate(zip(unseen, starts, strict=True))
             for j, token in enumerate(tokens)
         ]
-        last = [row - 1 for row in accumulate(map(len, unseen))]
-        pieces = []
-        for first in range(0, len(rows), MAX_ROWS):
-            tokens_R, texts_R, positions_R = torch.tensor(rows[first : first + MAX_ROWS], dtype=torch.int64).unbind(1)
-            wanted = on_device(
-                [row - first for row in last if first <= row < first + MAX_ROWS], self._device, torch.int64
-            )
-            tokens_R, table_R = on_device(tokens_R, self._device), batch.table[on_device(texts_R, self._device)]
-            if len(wanted):
-                pieces.append(self._logits(tokens_R, table_R, positions_R, wanted))
-            else:
-                self._hidden(self._batch(tokens_R, table_R, positions_R))
-        for text in batch.texts:
-            text.cache.cached = text.length
-        return torch.cat(pieces)
+        return rows, [row - 1 for row in accumulate(map(len, unseen))]
+
+    def _columns(self, rows: Sequence[tuple[int, int, int]], batch: DraftBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens and rows of the page table on the device, and positions on the CPU."""
+        tokens_R, texts_R, positions_R = torch.tensor(rows, dtype=torch.int64).unbind(1)
+        return on_device(tokens_R, self._device), batch.table[on_device(texts_R, self._device)], positions_R
 
     def _logits(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor, wanted_B: Tensor | None = None) -> Tensor:
         """Return logits [B, V] of the rows `wanted_B`, or of all. Positions are on the CPU. A row reads keys up to its
@@ -462,12 +470,14 @@ class DraftRunner:
         )
 
     def _hidden(self, batch: Any) -> Tensor:
-        runner = self._runner
-        translator = runner.kv_index_translator
-        translator.own_plan(batch).bind(batch, translator)
-        runner.attn_backend.init_forward_metadata(batch)
+        self._bind(batch)
+        self._runner.attn_backend.init_forward_metadata(batch)
         hidden: Tensor = self._forward(batch)
         return hidden
+
+    def _bind(self, batch: Any) -> None:
+        translator = self._runner.kv_index_translator
+        translator.own_plan(batch).bind(batch, translator)
 
     def _forward(self, batch: Any) -> Any:
         return self._runner.model.model(batch.input_ids, batch.positions, batch)

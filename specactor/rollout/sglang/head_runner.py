@@ -197,11 +197,14 @@ class HeadRunner(DraftRunner):
         layers = runner.model.model
         self._normalizes = any(getattr(layers, name, None) is not None for name in ("input_norm", "fc_norm"))
         """Whether it does more to the target's states than join them, which graphs leave out."""
+        self._writes_keys_alone = not is_mtp(runner.model_config) and len(layers.layers) == 1 and not self._normalizes
         ids = getattr(runner.model, "hot_token_id", None)
         self._token_ids = None if ids is None else ids.to(self._device)  # of a reduced vocabulary
 
     def _catch_up(self, batch: DraftBatch) -> Tensor:
         self._own_BH, self._caught_up = None, list[Tensor]()
+        if self._writes_keys_alone:
+            self._write_keys(batch)
         logits_BV = super()._catch_up(batch)
         self._own_BH = torch.cat(self._caught_up)
         return logits_BV
@@ -220,6 +223,33 @@ class HeadRunner(DraftRunner):
 
     def _batch(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor) -> Any:
         return super()._batch(tokens_R, table_R, positions_R - 1)  # pairs count from 0
+
+    @torch.no_grad()
+    def _write_keys(self, batch: DraftBatch) -> None:
+        """Show texts up to their last tokens. Of tokens before the last, further passes read keys and values alone,
+        and there is but one layer."""
+        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+        rows, last = self._unseen(batch)
+        if self._graphs is not None and len(rows) <= MAX_ROWS:
+            return  # one graph takes less time than this
+        layers, ends = self._runner.model.model, set(last)
+        layer = layers.layers[0]
+        attention = layer.self_attn
+        before = [row for r, row in enumerate(rows) if r not in ends]
+        for first in range(0, len(before), MAX_ROWS):
+            part = self._batch(*self._columns(before[first : first + MAX_ROWS], batch))
+            self._bind(part)
+            states_RH = layer.hidden_norm(layers.fc(self._read(part)))
+            embeds_RH = layer.input_layernorm(layers.embed_tokens(part.input_ids))
+            joined_RF = torch.cat([embeds_RH, states_RH], dim=-1)
+            _, keys, values = attention.forward_prepare_native(part.positions, joined_RF)
+            shape, scales = (len(keys), attention.num_kv_heads, -1), (attention.attn.k_scale, attention.attn.v_scale)
+            self._runner.token_to_kv_pool.set_kv_buffer(
+                attention.attn, KVWriteLoc.for_batch(part), keys.view(shape), values.view(shape), *scales
+            )
+        for text in batch.texts:
+            text.cache.cached = text.length - 1
 
     def _replayed(self, batch: Any) -> Tensor | None:
         if self._graphs is None:
