@@ -92,13 +92,13 @@ def strangers(
 
 
 @two_ranks_are_deep("knowing")
-@pytest.mark.parametrize("window", [1, 3, 8])
+@pytest.mark.parametrize(("window", "drafter"), [(1, "Shared"), (3, "Shared"), (8, "Shared"), (3, "KeysAlone")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_head_that_knows_its_target_is_always_right(
-    knowing: Engine, toy: tuple[str, str], temperature: float, window: int
+    knowing: Engine, toy: tuple[str, str], temperature: float, window: int, drafter: str
 ) -> None:
     """Also where a prompt was computed for another request, and where rounds were plain before."""
-    assert_always_right(knowing, speculation(toy[1], window), batch(temperature))
+    assert_always_right(knowing, speculation(toy[1], window, drafter), batch(temperature))
 
 
 @two_ranks_are_deep("knowing")
@@ -123,7 +123,7 @@ def test_rounds_in_which_it_does_not_draft_are_no_loss(knowing: Engine, toy: tup
 
 
 @two_ranks_are_deep("knowing")
-@pytest.mark.parametrize("mistake", ["Stale", "Shifted", "Skipping", "OwnStates"])
+@pytest.mark.parametrize("mistake", ["Stale", "Shifted", "Skipping", "OwnStates", "Unwritten"])
 def test_mistakes_are_noticed(knowing: Engine, toy: tuple[str, str], mistake: str) -> None:
     knowing.flush()
     counts = counts_of(knowing, speculation(toy[1], 3, mistake), batch(1.0))

@@ -124,6 +124,28 @@ class Skipping(Shared):
     head_runner_type = SkippingRunner
 
 
+class UnwrittenRunner(SharedRunner):
+    """Leaves no keys of the tokens before the last that it is shown."""
+
+    def _write_keys(self, batch: DraftBatch) -> None:
+        for text in batch.texts:
+            text.cache.cached = text.length - 1
+
+
+class Unwritten(Shared):
+    head_runner_type = UnwrittenRunner
+
+
+class KeysAloneRunner(SharedRunner):
+    """Right: reads the last token of a text in a pass of its own, also of few."""
+
+    few_rows = 0
+
+
+class KeysAlone(Shared):
+    head_runner_type = KeysAloneRunner
+
+
 class OwnStatesRunner(SharedRunner):
     """Drafts from the states that it began with, and not from its own."""
 
