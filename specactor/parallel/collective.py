@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 from types import GenericAlias
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -124,6 +124,19 @@ def end_in_groups(code: object) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+COME_S = 10.0
+
+
+def all_come(group: Any, *, within_s: float = COME_S) -> bool:
+    """Return whether all ranks of a gloo group call this, about now: those of which each has failed alone know so
+    whether all have. Where not, the group cannot be used any more."""
+    try:
+        group.monitored_barrier(datetime.timedelta(seconds=within_s), wait_all_ranks=False)
+    except RuntimeError:
+        return False
+    return True
 
 
 class Collective:

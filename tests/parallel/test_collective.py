@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 
+from specactor.parallel.collective import all_come
 from tests.lib.ranks import run_ranks
 
 
@@ -65,3 +69,20 @@ def test_nothing_of_it_goes_through_nccl(tmp_path_factory: pytest.TempPathFactor
         assert rank["refused"] == ["allreduce: No backend type associated with device type cpu", [3.0, 3.0]]
     for rank in told(tmp_path_factory, "rules, wrong"):
         assert rank["through NCCL"] == ["parallel/collective.py"]
+
+
+@pytest.mark.parametrize("comes", [{0, 1, 2}, {0}, {1}, {0, 2}])
+def test_ranks_that_failed_know_whether_all_have(comes: set[int]) -> None:
+    """A draft model that raised on some ranks of an engine left the others in its pass."""
+    store, bound = HashStore(), timedelta(seconds=30)
+
+    def rank(number: int) -> bool | None:
+        group = ProcessGroupGloo(PrefixStore("ranks", store), number, 3, bound)
+        told = all_come(group, within_s=0.5) if number in comes else None
+        store.set(f"{number} is done", "")
+        store.wait([f"{other} is done" for other in range(3)], bound)
+        return told
+
+    with ThreadPoolExecutor(max_workers=3) as threads:
+        answers = [*threads.map(rank, range(3))]
+    assert answers == [len(comes) == 3 if number in comes else None for number in range(3)]

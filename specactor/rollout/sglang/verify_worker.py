@@ -29,6 +29,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from specactor.config import SpeculationConfig
 from specactor.config.speculation import MTP
 from specactor.errors import EngineError
+from specactor.parallel.collective import all_come
 from specactor.rollout.sglang import draft_runner, head_runner, overlap, responses
 from specactor.rollout.sglang.gpu import on_device
 from specactor.rollout.sglang.model_drafter import ModelDrafter
@@ -386,7 +387,13 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             self._plain_left = plain_rounds
         self._plain_for = len(reqs)
         if who >= 0:
-            drafts = self.speculator.draft(list(self.speculator.drafters)[who], sequences, windows)
+            name, drafter_set = list(self.speculator.drafters)[who], self.speculator.drafter_set
+            failures = drafter_set.num_failures(name)
+            drafts = self.speculator.draft(name, sequences, windows)
+            failed = get_parallel().tp_size > 1 and drafter_set.num_failures(name) > failures
+            if failed and not all_come(get_parallel().tp_group.cpu_group):
+                # They wait for this rank in the pass that it left, for ever: so the engine dies.
+                raise EngineError(f"drafter {name} failed on some of the engine's ranks, and not on the others")
             drafted = self._agreed([_to_list(chain(draft)) for draft in drafts])
             trees = [_to_tree(new) if w else tree for w, new, tree in zip(windows, drafted, trees, strict=True)]
         return trees
