@@ -129,14 +129,14 @@ def end_in_groups(code: object) -> None:
 COME_S = 10.0
 
 
-def all_come(group: Any, *, within_s: float = COME_S) -> bool:
-    """Return whether all ranks of a gloo group call this, about now: those of which each has failed alone know so
-    whether all have. Where not, the group cannot be used any more."""
-    try:
-        group.monitored_barrier(datetime.timedelta(seconds=within_s), wait_all_ranks=False)
-    except RuntimeError:
-        return False
-    return True
+def all_come(store: Store, name: str, ranks: int, *, within_s: float = COME_S) -> bool:
+    """Return whether so many ranks call this with a name, new to each, in about that time: who has failed knows so
+    whether all have."""
+    deadline, come = time.monotonic() + within_s, store.add(name, 1)
+    while come < ranks and time.monotonic() < deadline:
+        time.sleep(0.05)
+        come = store.add(name, 0)
+    return come >= ranks
 
 
 class Collective:

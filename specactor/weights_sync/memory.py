@@ -11,8 +11,7 @@ import mmap
 import os
 import weakref
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -229,23 +228,6 @@ class SharedCopy:
         return bisect(self.starts, span.at) - 1
 
 
-MOST_GPUS = 8  # of a host, whose engine ranks all copy at once
-MOST_THREADS = 8  # more read memory no faster
-
-
-@contextmanager
-def _gathering() -> Iterator[None]:
-    """Give PyTorch more threads than the one that SGLang leaves it. Rows that lie apart in host memory, as experts'
-    columns do, are put together by the host before they go to a GPU."""
-    before, share = torch.get_num_threads(), len(os.sched_getaffinity(0)) // MOST_GPUS
-    torch.set_num_threads(max(before, min(MOST_THREADS, share)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@_gathering()
 def pull_on_device(
     parameters: Mapping[str, Tensor], chunks: Iterable[Chunk], copy_from: Sequence[Tensor | OpenedMemory] | None
 ) -> tuple[int, ...]:

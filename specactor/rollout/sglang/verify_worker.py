@@ -136,6 +136,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._ahead: Sequence[tuple[_Running, int]] = ()
         """Requests of the last round with drafts, and how many tokens each emitted."""
         self._plain_left = 0  # rounds from now on that are plain; the same on all ranks
+        self._failures = 0  # of draft models, on all ranks
         self._plain_for = 0  # requests of the round that promised them
         self.meanwhile: Callable[[], None] = lambda: None  # called once a round with drafts is launched
         # On a CPU a round is over when it was launched, and there is nothing to hide.
@@ -390,13 +391,19 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             name, drafter_set = list(self.speculator.drafters)[who], self.speculator.drafter_set
             failures = drafter_set.num_failures(name)
             drafts = self.speculator.draft(name, sequences, windows)
-            failed = get_parallel().tp_size > 1 and drafter_set.num_failures(name) > failures
-            if failed and not all_come(get_parallel().tp_group.cpu_group):
-                # They wait for this rank in the pass that it left, for ever: so the engine dies.
-                raise EngineError(f"drafter {name} failed on some of the engine's ranks, and not on the others")
+            if drafter_set.num_failures(name) > failures:
+                self._fail_together(name)
             drafted = self._agreed([_to_list(chain(draft)) for draft in drafts])
             trees = [_to_tree(new) if w else tree for w, new, tree in zip(windows, drafted, trees, strict=True)]
         return trees
+
+    def _fail_together(self, drafter: str) -> None:
+        """Raise EngineError, of which the engine dies, unless the draft model failed on all ranks: the others wait for
+        this one in the pass that it left, for ever."""
+        self._failures += 1
+        store = dist.distributed_c10d._get_default_store()
+        if not all_come(store, f"specactor/failed/{self._failures}", get_parallel().tp_size):
+            raise EngineError(f"drafter {drafter} failed on some of the engine's ranks, and not on the others")
 
     def _limits(self, running: Sequence[_Running]) -> list[int]:
         most, wanted = self._max_rows - 1, self._wanted
