@@ -391,7 +391,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             name, drafter_set = list(self.speculator.drafters)[who], self.speculator.drafter_set
             failures = drafter_set.num_failures(name)
             drafts = self.speculator.draft(name, sequences, windows)
-            if drafter_set.num_failures(name) > failures:
+            if get_parallel().tp_size > 1 and drafter_set.num_failures(name) > failures:
                 self._fail_together(name)
             drafted = self._agreed([_to_list(chain(draft)) for draft in drafts])
             trees = [_to_tree(new) if w else tree for w, new, tree in zip(windows, drafted, trees, strict=True)]
