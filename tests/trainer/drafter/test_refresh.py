@@ -136,6 +136,7 @@ def test_a_rank_without_anybody_that_drafts_keeps_no_weights_to_hand_over(
     assert others.weights() == world.weights()
     others.engines = [Engine()]  # one that was dead whenever it was looked at
     assert others.it.push()["drafter/oldest_version"] == 0
+    monkeypatch.setattr(others.processes, "renew", lambda weights: ([], 0.0))
     others.step(2)
     assert others.engines[0].versions == [2]
 
