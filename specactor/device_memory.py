@@ -5,6 +5,7 @@ devices, so hand-overs are collective: nobody takes before all have given.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,19 @@ def in_use() -> int:
     """Return the bytes of the current GPU that are taken, by whatever process."""
     free, total = torch.cuda.mem_get_info()
     return int(total - free)
+
+
+_AS_ASKED = "pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
+
+
+def pin_as_asked() -> None:
+    """Have PyTorch pin for each tensor what it takes, and give back what none has any more."""
+    # It would round up to powers of two, a third more for an expert of 12 MB, and keep what a tensor had, such as a
+    # copy of all weights from which `train.optimizer_state host` makes the main ones.
+    known = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: _AS_ASKED)()
+    if _AS_ASKED not in known:
+        with suppress(RuntimeError, ValueError):  # of a version without these settings
+            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (known, _AS_ASKED))))
 
 
 class HostCopies:

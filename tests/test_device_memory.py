@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
+import torch
 
 from specactor import device_memory
 from specactor.device_memory import DeviceMemory
@@ -171,3 +172,20 @@ def test_without_gpus_the_trainer_is_made_while_engines_start() -> None:
     )
     assert order == ["trainer", "engines are ready"]
     assert "learning" in gpu.used, "nothing is handed over"
+
+
+def test_pinned_memory_is_as_large_as_was_asked_for() -> None:
+    """By the settings of the installed PyTorch, which without a GPU ignores names that it does not know, and refuses
+    a value that is none."""
+    known, change = torch._C._accelerator_getAllocatorSettings, torch._C._accelerator_setAllocatorSettings
+    before = known()
+    try:
+        change("garbage_collection_threshold:0.5")
+        for _ in range(2):
+            device_memory.pin_as_asked()
+            assert known() == "garbage_collection_threshold:0.5," + device_memory._AS_ASKED
+        for name in (part.partition(":")[0] for part in device_memory._AS_ASKED.split(",")):
+            with pytest.raises(ValueError, match="stoull"):
+                change(f"{name}:x")
+    finally:
+        change(before)

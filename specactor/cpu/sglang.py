@@ -50,6 +50,9 @@ def gpu_environment(devices: Sequence[int | str]) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": ",".join(names),
         # CUDA graphs keep activations of their own: without this a release leaves that memory with the engine.
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+        # Where an engine's ranks find a tenth less free on one device than on another SGLang refuses to start. Trainer
+        # ranks and drafters on the same devices may hold so much more there.
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
     }
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         # The memory saver cannot release segments that grow; what else a user has set for the trainer may stay.

@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 from types import GenericAlias
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -126,6 +126,19 @@ def end_in_groups(code: object) -> None:
         os._exit(status)
 
 
+COME_S = 10.0
+
+
+def all_come(store: Store, name: str, ranks: int, *, within_s: float = COME_S) -> bool:
+    """Return whether so many ranks call this with a name, new to each, in about that time: who has failed knows so
+    whether all have."""
+    deadline, come = time.monotonic() + within_s, store.add(name, 1)
+    while come < ranks and time.monotonic() < deadline:
+        time.sleep(0.05)
+        come = store.add(name, 0)
+    return come >= ranks
+
+
 class Collective:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -167,21 +180,26 @@ class Collective:
         group, seals = control_group(), self._seals()
         coming = [(part, rank) for data, rank in incoming for part in _messages(data)]
         going = [(part, rank) for data, rank in outgoing for part in _messages(data)]
-        tags: list[torch.Tensor] = []
-        posted = coming
-        if seals is not None:  # each message is followed by its seal
-            tags = [torch.empty(TAG_BYTES, dtype=torch.uint8) for _ in coming]
-            sealed = zip(coming, tags, strict=True)
-            posted = [pair for (part, rank), tag in sealed for pair in ((part, rank), (tag, rank))]
-            going = [pair for part, rank in going for pair in ((part, rank), (seals.tag(part, rank), rank))]
-        works = [dist.irecv(part, rank, group=group) for part, rank in posted]
-        works += [dist.isend(part, rank, group=group) for part, rank in going]
-        for work in works:
-            if work is not None:
-                work.wait()
-        if seals is not None:
-            for (part, rank), tag in zip(coming, tags, strict=True):
-                seals.check(part, tag, rank)
+        # Each message is followed by its seal, which is made, and checked, while others are on their way.
+        made = [seals.tag(part, rank) if seals is not None else None for part, rank in going]
+        arriving = []
+        for part, rank in coming:
+            tag = None if seals is None else torch.empty(TAG_BYTES, dtype=torch.uint8)
+            works = [dist.irecv(each, rank, group=group) for each in (part, tag) if each is not None]
+            arriving.append((part, tag, rank, works))
+        sent = []
+        for (part, rank), sealed in zip(going, made, strict=True):
+            sent.append(dist.isend(part, rank, group=group))
+            if sealed is not None:
+                sent.append(dist.isend(sealed.result(), rank, group=group))
+        checked = []
+        for part, tag, rank, works in arriving:
+            _wait(works)
+            if seals is not None and tag is not None:
+                checked.append(seals.check(part, tag, rank))
+        _wait(sent)
+        for check in checked:
+            check.result()
 
     def _seals(self) -> Seals | None:
         """Return None where the job has no key."""
@@ -251,6 +269,12 @@ def _see(path: Path, rank: int) -> None:
         time.sleep(0.5)
         with suppress(OSError), os.scandir(path.parent):  # opened, it is asked for anew, and with it what is not there
             pass
+
+
+def _wait(works: Iterable[Any]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def _messages(data: torch.Tensor) -> Iterator[torch.Tensor]:

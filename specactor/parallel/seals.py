@@ -10,6 +10,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -44,17 +45,26 @@ class Seals:
         """`nonces`: each rank's own, fresh in this run."""
         self._key, self._rank, self._nonces = key, rank, nonces
         self._sent, self._taken = Counter[int](), Counter[int]()
+        # A core seals about a gigabyte in a second, and weights may be fifty of a rank: hashlib lets others run.
+        share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._threads = ThreadPoolExecutor(min(8, max(1, share)), thread_name_prefix="seals")
 
-    def tag(self, data: torch.Tensor, taker: int) -> torch.Tensor:
-        """Return the seal, uint8 [TAG_BYTES], of the next message to a rank."""
+    def tag(self, data: torch.Tensor, taker: int) -> Future[torch.Tensor]:
+        """Begin to make the seal, uint8 [TAG_BYTES], of the next message to a rank."""
         self._sent[taker] += 1
-        seal = self._seal(data, sender=self._rank, taker=taker, number=self._sent[taker])
+        return self._threads.submit(self._made, data, taker, self._sent[taker])
+
+    def check(self, data: torch.Tensor, tag: torch.Tensor, sender: int) -> Future[None]:
+        """Begin to check that the rank sent this as its next message to us: the result raises PeerFailedError."""
+        self._taken[sender] += 1
+        return self._threads.submit(self._compare, data, tag, sender, self._taken[sender])
+
+    def _made(self, data: torch.Tensor, taker: int, number: int) -> torch.Tensor:
+        seal = self._seal(data, sender=self._rank, taker=taker, number=number)
         return torch.frombuffer(bytearray(seal), dtype=torch.uint8)
 
-    def check(self, data: torch.Tensor, tag: torch.Tensor, sender: int) -> None:
-        """Raises PeerFailedError where the rank did not send this as its next message to us."""
-        self._taken[sender] += 1
-        seal = self._seal(data, sender=sender, taker=self._rank, number=self._taken[sender])
+    def _compare(self, data: torch.Tensor, tag: torch.Tensor, sender: int, number: int) -> None:
+        seal = self._seal(data, sender=sender, taker=self._rank, number=number)
         if not hmac.compare_digest(seal, tag.numpy().tobytes()):
             raise PeerFailedError(
                 f"what came from rank {sender} has not the job's seal: somebody else sent it, or it was changed on its "

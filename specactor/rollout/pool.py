@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specactor.errors import EngineError
 from specactor.rollout.child_process import ChildDied, StartRefusedError
@@ -171,7 +171,7 @@ class EnginePool:
                 if self._stopped:
                     raise EngineError(f"engine {engine.index} is not started again: the run has ended")
                 try:
-                    self.engines[position] = Engine(engine.spec)
+                    self.engines[position] = Engine(_successor(engine))
                 except OSError:  # a disk or memory; it stays lost, and is tried again
                     _LOG.exception("engine %d could not be started again", engine.index)
         self._wait_starting(deadline, refusal_is_final=refusal_is_final)
@@ -254,3 +254,8 @@ class EnginePool:
             futures = [threads.submit(action, engine) for engine in engines]
         for future in futures:
             future.result()
+
+
+def _successor(engine: Engine) -> EngineSpec:
+    """Return what replaces an engine: with a KV pool of its size, for which requests may have been let in."""
+    return engine.spec if engine.ready is None else replace(engine.spec, kv_tokens=engine.ready.kv_tokens)

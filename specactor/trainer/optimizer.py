@@ -15,7 +15,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
 from specactor.config import TrainConfig
-from specactor.device_memory import HostCopies
+from specactor.device_memory import HostCopies, pin_as_asked
 from specactor.trainer.model import DTYPES, Policy, has_transformer_engine
 from specactor.weights_sync.digest import digest
 
@@ -56,6 +56,8 @@ def _finalize(chunks: list[Any], num_tokens: object = None, **kwargs: Any) -> No
 
 def make(chunks: list[Any], policy: Policy, train: TrainConfig, dtype: str) -> Any:
     """Make Adam with float32 main weights."""
+    if torch.cuda.is_available():
+        pin_as_asked()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",

@@ -149,17 +149,19 @@ class JobPlan:
                         )
         return ""
 
-    def difference(self, replies: Mapping[int, Sequence[Answer]], wanted: Digests) -> str:
-        """Return which parameters of this rank's engines are not the trainer's."""
+    def differences(self, replies: Mapping[int, Sequence[Answer]], wanted: Digests) -> dict[int, str]:
+        """Return by engine of this rank which of its parameters are not the trainer's."""
+        found: dict[int, str] = {}
         for engine, ranks in replies.items():
             for rank, (reply, numbers) in enumerate(zip(ranks, self._numbers[engine], strict=True)):
-                came, due = np.array(reply.digests, np.uint64), wanted[numbers]
+                came, due, what = np.array(reply.digests, np.uint64), wanted[numbers], ""
                 if len(came) != len(due):
-                    return f"engine {engine}, rank {rank}: {len(came)} of {len(due)} digests came back"
-                if wrong := np.flatnonzero(came != due).tolist():
-                    chunk = self.chunks[engine][rank][wrong[0]]
-                    return f"engine {engine}, rank {rank}: {_names(chunk)} arrived with a wrong digest"
-        return ""
+                    what = f"{len(came)} of {len(due)} digests came back"
+                elif wrong := np.flatnonzero(came != due).tolist():
+                    what = f"{_names(self.chunks[engine][rank][wrong[0]])} arrived with a wrong digest"
+                if what:
+                    found.setdefault(engine, f"engine {engine}, rank {rank}: {what}")
+        return found
 
     def close(self) -> None:
         self._mirrors.close()

@@ -3,7 +3,7 @@ packed while engines take the one before, and makes the plan.
 
 Invariants: by buckets nothing is loaded before all tensors were checked on all engine ranks; by the plan all digests
 are compared before an engine goes on; all trainer ranks raise WeightSyncError or none; an engine that holds a mixture
-is killed.
+is killed, and no engine that has all of the new version.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ class Push:
         version: int,
     ) -> None:
         self.version = version
-        self.problem = ""
+        self.problem = ""  # after which other engines may hold a mixture
+        self._alone: dict[int, str] = {}  # problems of single engines: the others have all of the new version
         self.num_bytes = 0
         self.num_rounds = 0
         self.link_bytes = 0
@@ -167,7 +168,7 @@ class Push:
         self._mirrors = mirrors
         self._engines = engines
         self._threads = ThreadPoolExecutor(max_workers=max(1, len(engines)), thread_name_prefix="weights")
-        self._pending: list[Future[None]] = []
+        self._pending: list[tuple[int, Future[None]]] = []  # by engine
         self._answers: dict[int, list[Answer]] = {}  # by engine: of its ranks, to the last call
         self._turn = 0  # rounds that were exchanged, also those in which this rank packed nothing
         self._kept: set[int] = set()  # rounds that crossed to be checked, and are still there to be loaded
@@ -209,7 +210,7 @@ class Push:
             if plan is not None:
                 plan.close()
             self.lacks_room = self._collective.any(plan is not None and plan.lacks_room)
-            return "" if self._collective.any(bool(self.problem)) else refusal, None
+            return "" if self._collective.any(bool(self._first_problem)) else refusal, None
         so_far = self.num_rounds, self.link_bytes
         self.pull(plan, copy=False)
         self.num_rounds, self.link_bytes = so_far
@@ -217,7 +218,7 @@ class Push:
 
     def _told(self, refusal: str, replies: Mapping[int, Sequence[Answer]]) -> str:
         """Return the first refusal, or problem, of all. Collective."""
-        refusals = [refusal, *(reply.refusal for ranks in replies.values() for reply in ranks), self.problem]
+        refusals = [refusal, *(reply.refusal for ranks in replies.values() for reply in ranks), self._first_problem]
         told = self._collective.gather(next(filter(None, refusals), ""), str)
         return next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text), "")
 
@@ -230,44 +231,49 @@ class Push:
         unplanned = any(
             engine not in plan.chunks or reply.unplanned for engine, ranks in replies.items() for reply in ranks
         )
-        own = Answer(digests=digests[0], unplanned=unplanned, problem=self.problem)
+        own = Answer(digests=digests[0], unplanned=unplanned, problem=self._first_problem)
         states = self._collective.gather(own, Answer)
         self._touched = copy
         if any(state.unplanned for state in states) and not any(state.problem for state in states):
             return False
         wanted = plan.wanted([state.digests for state in states])
         self._apart = plan.apart(wanted)
-        self.problem = self._apart or self.problem or plan.difference(replies, wanted)
+        self.problem = self._apart or self.problem
+        self._alone |= plan.differences(replies, wanted)
         self.num_bytes, self.num_rounds, self.link_bytes = plan.num_bytes, 0, plan.link_bytes
         return True
 
     def commit(self) -> None:
-        """Finish on all engines, or end all after a problem. One that fails in the commit ends those of its rank, and
-        the push."""
-        failed = self._collective.any(bool(self.problem))
-        if not failed:
+        """Finish on all engines, and end those that failed alone; or end all, where they may hold a mixture."""
+        all_of_them = self._collective.any(bool(self.problem))
+        if not all_of_them:
             self._submit(COMMIT, self.version)
-            self._wait()
+            self._wait(self._alone)
         self._touched = True
-        if failed or self.problem:
-            self._end_engines()
+        self._end_engines([e for e in self._engines if all_of_them or e.index in self._alone])
 
-    def _end_engines(self) -> None:
-        self._ended += [engine.index for engine in self._engines if engine.alive]
-        for engine in self._engines:
+    def _end_engines(self, engines: Sequence[Engine]) -> None:
+        self._ended += [engine.index for engine in engines if engine.alive]
+        for engine in engines:
             engine.kill()
+
+    @property
+    def _first_problem(self) -> str:
+        return self.problem or next(iter(self._alone.values()), "")
 
     def agree(self, stage: str) -> None:
         """Raise WeightSyncError on all ranks if one has a problem: the one that stays."""
-        told = self._collective.gather((self.problem, bool(self._apart)), tuple[str, bool])
-        for rank, (problem, stays) in sorted(enumerate(told), key=lambda each: not each[1][1]):
+        own = self._first_problem, bool(self._apart), bool(self.problem)
+        told = self._collective.gather(own, tuple[str, bool, bool])
+        for rank, (problem, stays, _) in sorted(enumerate(told), key=lambda each: not each[1][1]):
             if problem:
                 kind = CopiesDifferError if stays else WeightSyncError
                 if self._touched and stage == "check":
-                    self._end_engines()
+                    self._end_engines(self._engines)
+                stopped = "The engines were stopped" if any(of_all for *_, of_all in told) else "It was stopped"
                 raise kind(
                     f"weight sync to version {self.version} failed in its {stage} stage on rank {rank}: {problem}. "
-                    + ("The engines were stopped." if self._touched else "The engines keep the old version."),
+                    + (f"{stopped}." if self._touched else "The engines keep the old version."),
                     ended=self._ended,
                 )
 
@@ -380,15 +386,17 @@ class Push:
 
     def _submit(self, call: str, message: tuple[Bucket, ...] | Holding | Pull | int) -> None:
         payload = msgspec.msgpack.encode(message)
-        self._pending += [self._threads.submit(self._ask, engine, call, payload) for engine in self._engines]
+        for engine in (each for each in self._engines if each.index not in self._alone):
+            self._pending.append((engine.index, self._threads.submit(self._ask, engine, call, payload)))
 
     def _ask_all(
         self, call: str, message: Holding | Pull, meanwhile: Callable[[], None] = lambda: None
     ) -> dict[int, list[Answer]]:
+        """Ask engines that each have all of one version."""
         self._answers = {}
         self._submit(call, message)
         meanwhile()
-        self._wait()
+        self._wait(self._alone)
         return self._answers
 
     def _ask(self, engine: Engine, call: str, payload: bytes) -> None:
@@ -399,10 +407,14 @@ class Push:
                 raise WeightSyncError(f"engine {engine.index}, rank {rank}: {answer.problem}")
         self._answers[engine.index] = answers
 
-    def _wait(self) -> None:
-        for future in self._pending:
+    def _wait(self, alone: dict[int, str] | None = None) -> None:
+        """Wait for all answers. Problems go into `alone` where they leave other engines whole."""
+        for engine, future in self._pending:
             try:
                 future.result()
             except (EngineError, WeightSyncError) as error:
-                self.problem = self.problem or str(error)
+                if alone is None:
+                    self.problem = self.problem or str(error)
+                else:
+                    alone[engine] = str(error)
         self._pending = []

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from torch.distributed import HashStore
 
+from specactor.parallel.collective import all_come
 from tests.lib.ranks import run_ranks
 
 
@@ -65,3 +68,12 @@ def test_nothing_of_it_goes_through_nccl(tmp_path_factory: pytest.TempPathFactor
         assert rank["refused"] == ["allreduce: No backend type associated with device type cpu", [3.0, 3.0]]
     for rank in told(tmp_path_factory, "rules, wrong"):
         assert rank["through NCCL"] == ["parallel/collective.py"]
+
+
+@pytest.mark.parametrize("comes", [{0, 1, 2}, {0}, {1}, {0, 2}])
+def test_ranks_that_failed_know_whether_all_have(comes: set[int]) -> None:
+    """A draft model that raised on some ranks of an engine left the others in its pass."""
+    store = HashStore()
+    with ThreadPoolExecutor(max_workers=3) as threads:
+        answers = [*threads.map(lambda _: all_come(store, "failed/1", 3, within_s=0.2), comes)]
+    assert answers == [len(comes) == 3] * len(comes)

@@ -25,42 +25,42 @@ def of(rank: int, key: bytes = b"key", nonces: tuple[bytes, ...] = NONCES) -> Se
 def test_what_a_rank_sent_is_taken_in_its_order() -> None:
     sender, taker = of(0), of(1)
     for data in (DATA, DATA, DATA[5:8], DATA[:0]):
-        taker.check(data, sender.tag(data, 1), 0)
+        taker.check(data, sender.tag(data, 1).result(), 0).result()
 
 
 def changed() -> None:
-    tag = of(0).tag(DATA, 1)
+    tag = of(0).tag(DATA, 1).result()
     other = DATA.clone()
     other[7] ^= 1
-    of(1).check(other, tag, 0)
+    of(1).check(other, tag, 0).result()
 
 
 def of_another_key() -> None:
-    of(1).check(DATA, of(0, b"another").tag(DATA, 1), 0)
+    of(1).check(DATA, of(0, b"another").tag(DATA, 1).result(), 0).result()
 
 
 def of_an_earlier_run() -> None:
-    of(1).check(DATA, of(0, nonces=(NONCES[0], b"9" * 16, NONCES[2])).tag(DATA, 1), 0)
+    of(1).check(DATA, of(0, nonces=(NONCES[0], b"9" * 16, NONCES[2])).tag(DATA, 1).result(), 0).result()
 
 
 def for_another_rank() -> None:
-    of(1).check(DATA, of(0).tag(DATA, 2), 0)
+    of(1).check(DATA, of(0).tag(DATA, 2).result(), 0).result()
 
 
 def of_another_rank() -> None:
-    of(1).check(DATA, of(2).tag(DATA, 1), 0)
+    of(1).check(DATA, of(2).tag(DATA, 1).result(), 0).result()
 
 
 def sent_twice() -> None:
-    taker, tag = of(1), of(0).tag(DATA, 1)
-    taker.check(DATA, tag, 0)
-    taker.check(DATA, tag, 0)
+    taker, tag = of(1), of(0).tag(DATA, 1).result()
+    taker.check(DATA, tag, 0).result()
+    taker.check(DATA, tag, 0).result()
 
 
 def left_out() -> None:
     sender = of(0)
-    sender.tag(DATA, 1)
-    of(1).check(DATA, sender.tag(DATA, 1), 0)
+    sender.tag(DATA, 1).result()
+    of(1).check(DATA, sender.tag(DATA, 1).result(), 0).result()
 
 
 WRONG = (changed, of_another_key, of_an_earlier_run, for_another_rank, of_another_rank, sent_twice, left_out)

@@ -44,7 +44,7 @@ class Scripted:
         if outcome is not True:
             self.kill()
             raise (outcome or EngineError)("did not start")
-        self.ready = object()
+        self.ready = SimpleNamespace(kv_tokens=self.spec.kv_tokens or 5000 + self.index)
 
     def kill(self) -> None:
         self.alive = False
@@ -94,6 +94,18 @@ def test_a_replacement_that_dies_is_replaced_after_longer_and_longer_pauses(paus
     assert pool.engines[0] is first, "an engine that lives is left alone"
     assert all(engine.alive and engine.ready is not None for engine in pool.engines)
     assert pauses == [1.0, 2.0]
+
+
+def test_a_replacement_has_a_kv_pool_of_the_same_size(pauses: list[float]) -> None:
+    """Then the trainer's parameters are on the device, and SGLang would make it smaller, or find no room at all."""
+    pool = make_pool({0: [True, True], 1: [False, True]})
+    assert [engine.spec.kv_tokens for engine in pool.engines] == [0, 0]
+    for _ in range(2):
+        pool.engines[0].kill()
+        if pool.engines[1].spec.kv_tokens == 0:
+            pool.engines[1].kill()
+        pool.restart_lost()
+        assert [engine.spec.kv_tokens for engine in pool.engines] == [5000, 5001]
 
 
 def test_each_engine_is_tried_until_it_starts(pauses: list[float]) -> None:

@@ -48,9 +48,8 @@ class Model(torch.nn.Module):
 class Engine:
     """One rank, which answers as a process would."""
 
-    index = 0
-
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
         self.receiver, self.model, self.tp_rank = Receiver(), Model(), 0
         self.killed, self.flushed, self.pulled = False, 0, threading.Event()
         self.answer: Callable[[bytes], bytes] = lambda reply: reply
@@ -244,6 +243,33 @@ def test_what_differs_is_named() -> None:
     ):
         job.push()
     assert job.engine.killed
+
+
+@pytest.mark.parametrize("fault", ["answer_of_before", "answer_cut", "error_at_the_end"])
+def test_an_engine_that_fails_in_a_pull_ends_no_other(fault: str) -> None:
+    """The other has all of the new version; then both are brought to it."""
+    job, other = Job(4), Engine(1)
+
+    def push() -> int:
+        return job.sender.push(job.source, [job.engine, other], version=job.version).num_rounds
+
+    for rounds in (1, 0, 0):
+        job.learn()
+        assert push() == rounds
+    flushed = other.flushed
+    job.learn()
+    with getattr(job, fault)(), pytest.raises(WeightSyncError, match=r"engine 0.* It was stopped") as caught:
+        push()
+    assert caught.value.ended == (0,), "it lived: the fault is not counted as a death of its own"
+    assert (job.engine.killed, other.killed) == (True, False)
+    assert other.model.holds() == job.source.holds()
+    assert other.flushed == flushed + 1, "keys and values of old weights are gone"
+    job.engine = Engine()
+    for rounds in (1, 0):
+        assert push() == rounds
+        assert job.engine.model.holds() == other.model.holds() == job.source.holds()
+        job.learn()
+    job.sender.close()
 
 
 def cast(model: Model, name: str, tensor: torch.Tensor) -> None:

@@ -166,7 +166,7 @@ def test_an_engine_that_pulled_something_else_is_replaced(
     result = results[2]["faults"][fault]
     assert result["alike"]
     assert expected in result["error"]
-    assert "The engines were stopped" in result["error"]
+    assert "It was stopped" in result["error"]
     assert "weight arrived" in result["error"] or fault == "killed by plan"
     assert result["lost"]
     assert result["again"] == [1, 0]  # the new engine has no plan yet

@@ -27,6 +27,7 @@ from specactor.rollout.sglang.gpu import graph_sizes
 from specactor.types import FinishReason, RolloutRequest
 
 _MEMORY = ("weights", "kv_cache", "cuda_graph")  # SGLang's names of the memory that can be released
+_ALL_FREE = 0.99  # of the free memory: more than weights and a pool of a known size take
 PROGRESS_TOKENS = 64  # a running request reports after this many tokens
 
 
@@ -70,6 +71,10 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool, blackwell:
             "cuda_graph_bs_decode": graph_sizes(reserve // 2 or config.max_running_requests),
             "moe_runner_backend": "triton",  # the others of Blackwell choose by rows, and permute weights
         }
+        if spec.kv_tokens:
+            # SGLang would divide what is free, of which the trainer's parameters, on the devices when an engine is
+            # replaced, have taken a part: the pool would be smaller, or there would be none.
+            arguments |= {"max_total_tokens": spec.kv_tokens, "mem_fraction_static": _ALL_FREE}
         if blackwell:
             arguments["attention_backend"] = "triton"  # FlashInfer splits keys otherwise in graphs than without
     else:

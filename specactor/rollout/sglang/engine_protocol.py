@@ -31,6 +31,8 @@ class EngineSpec:
     reserved_tokens: int = ENGINE_RESERVED_TOKENS  # of that, what requests may not use; `layout.reserved_tokens`
     awaits_weights: bool = False
     """It gets all weights by a sync before its first request, and reads none from the folder."""
+    kv_tokens: int = 0
+    """On GPUs, the size of its KV pool: that of the engine that it replaces; 0: SGLang decides."""
     log_file: str
     random_seed: int = 0
 

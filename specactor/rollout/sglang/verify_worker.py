@@ -29,6 +29,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from specactor.config import SpeculationConfig
 from specactor.config.speculation import MTP
 from specactor.errors import EngineError
+from specactor.parallel.collective import all_come
 from specactor.rollout.sglang import draft_runner, head_runner, overlap, responses
 from specactor.rollout.sglang.gpu import on_device
 from specactor.rollout.sglang.model_drafter import ModelDrafter
@@ -135,6 +136,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         self._ahead: Sequence[tuple[_Running, int]] = ()
         """Requests of the last round with drafts, and how many tokens each emitted."""
         self._plain_left = 0  # rounds from now on that are plain; the same on all ranks
+        self._failures = 0  # of draft models, on all ranks
         self._plain_for = 0  # requests of the round that promised them
         self.meanwhile: Callable[[], None] = lambda: None  # called once a round with drafts is launched
         # On a CPU a round is over when it was launched, and there is nothing to hide.
@@ -386,10 +388,22 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             self._plain_left = plain_rounds
         self._plain_for = len(reqs)
         if who >= 0:
-            drafts = self.speculator.draft(list(self.speculator.drafters)[who], sequences, windows)
+            name, drafter_set = list(self.speculator.drafters)[who], self.speculator.drafter_set
+            failures = drafter_set.num_failures(name)
+            drafts = self.speculator.draft(name, sequences, windows)
+            if get_parallel().tp_size > 1 and drafter_set.num_failures(name) > failures:
+                self._fail_together(name)
             drafted = self._agreed([_to_list(chain(draft)) for draft in drafts])
             trees = [_to_tree(new) if w else tree for w, new, tree in zip(windows, drafted, trees, strict=True)]
         return trees
+
+    def _fail_together(self, drafter: str) -> None:
+        """Raise EngineError, of which the engine dies, unless the draft model failed on all ranks: the others wait for
+        this one in the pass that it left, for ever."""
+        self._failures += 1
+        store = dist.distributed_c10d._get_default_store()
+        if not all_come(store, f"specactor/failed/{self._failures}", get_parallel().tp_size):
+            raise EngineError(f"drafter {drafter} failed on some of the engine's ranks, and not on the others")
 
     def _limits(self, running: Sequence[_Running]) -> list[int]:
         most, wanted = self._max_rows - 1, self._wanted

@@ -212,6 +212,10 @@ class DrafterSet:
 
     # ------------------------------------------------------------------------------------------- what goes wrong
 
+    def num_failures(self, name: str) -> int:
+        """Return how often a drafter raised."""
+        return self._failures[name]
+
     def call(self, drafter: Drafter, action: Callable[..., object], *args: object) -> None:
         """Call a drafter, which loses its drafts if it raises."""
         name = drafter.name

@@ -7,6 +7,7 @@ a run without it; after `save` and `load` it goes on as before.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -71,6 +72,7 @@ class Distillation:
         self._note, self._clock = note, clock
         self._held: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
         """Versions that engines took; others hold version 0."""
+        self._hands_over = False  # whether this rank has engines or processes that draft
         self._left_s = 0.0  # of the last refresh's share; below 0: owed by the next ones
         init.quiet()
         model = collective.together("draft model", lambda: init.read_fitting(self._folder, policy, device))
@@ -79,7 +81,7 @@ class Distillation:
         kind = HeadTrainer if isinstance(model, Head) else DrafterTrainer
         self.drafter = kind(self.config, model, seed=config.seed, group=group)
         self._sender = DraftSender(getattr(torch, config.model.dtype))
-        self._packed: DraftWeights | None = None
+        self._packed: DraftWeights | None = None  # on ranks that have somebody to hand them to
         self._leave_device()
 
     def refresh(
@@ -114,23 +116,24 @@ class Distillation:
         metrics: dict[str, float] = {"drafter/refused": 0, "drafter/pushed_bytes": 0}
         if self._collective.any(wanting) and self._is_sound():
             weights = self._packed
-            assert weights is not None, "weights that are finite are packed"
             packed_s = self._clock()
 
-            def hand_over() -> tuple[list[str], float]:
+            def hand_over() -> tuple[list[str], float, int]:
+                if weights is None:
+                    return [], 0.0, 0
                 said = [problem for engine in behind if (problem := self._hand(engine, weights))]
                 engines_s = self._clock() - packed_s
                 refused, processes_s = self._processes.renew(weights)
-                return said + refused, engines_s + processes_s
+                return said + refused, engines_s + processes_s, num_bytes(weights)
 
             own = self._collective.together("draft push", hand_over)
-            ranks = self._collective.gather(own, tuple[list[str], float])
-            problems = [problem for part, _ in ranks for problem in part]
+            ranks = self._collective.gather(own, tuple[list[str], float, int])
+            problems = [problem for part, *_ in ranks for problem in part]
             for problem in problems:
                 self._note(f"draft model, version {version}: {problem}. It goes on with the weights that it has.")
-            metrics = {"drafter/refused": len(problems), "drafter/pushed_bytes": num_bytes(weights)}
+            metrics = {"drafter/refused": len(problems), "drafter/pushed_bytes": max(size for *_, size in ranks)}
             # without the wait for who did not answer: it would leave no time to learn in
-            self._left_s -= packed_s - began_s + max(spent_s for _, spent_s in ranks)
+            self._left_s -= packed_s - began_s + max(spent_s for _, spent_s, _ in ranks)
         return metrics | {"drafter/oldest_version": self._oldest()}
 
     def save(self, folder: Path) -> None:
@@ -233,9 +236,14 @@ class Distillation:
         """Look at the weights and pack them where that is fast; they change nowhere else."""
         self._is_finite = self.drafter.is_finite()
         version = self.drafter.version
+        # Had at any time: an engine may be dead now, and have a successor at the push.
+        self._hands_over |= bool(self._engines()) or self._processes.oldest_version() is not None
         if version and self._is_finite and (self._packed is None or self._packed.draft_version != version):
             weights = chain(self.drafter.named_weights(), self.drafter.fixed_weights())
-            self._packed = self._sender.pack(weights, version=version)
+            if self._hands_over:
+                self._packed = self._sender.pack(weights, version=version)
+            else:
+                deque(weights, maxlen=0)  # it may be collective
         self.drafter.offload()
 
     def _is_sound(self) -> bool:

@@ -74,6 +74,14 @@ def test_an_engine_that_awaits_weights_reads_those_of_its_draft_model_alone() ->
     assert "load_format" not in server_args(spec(COUPLED), gpu=True, memory_release=True)
 
 
+def test_the_kv_pool_of_a_replacement_does_not_depend_on_what_is_free() -> None:
+    given = replace(spec(COUPLED), config=EngineConfig(memory_fraction=0.5), kv_tokens=4096)
+    arguments = server_args(given, gpu=True, memory_release=True)
+    assert arguments["max_total_tokens"] == 4096
+    assert arguments["mem_fraction_static"] > 0.95, "SGLang takes the smaller of both"
+    assert server_args(spec(COUPLED), gpu=True, memory_release=True)["mem_fraction_static"] == 0.5
+
+
 @pytest.fixture(scope="module")
 def on_hopper(model_dir: str) -> dict[str, Any]:
     return found_by("tests.rollout.sglang.resolved_arguments", model_dir)
@@ -179,6 +187,7 @@ def test_an_engines_environment_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     assert cpu.gpu_environment(("GPU-b", "GPU-a")) == {
         "CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a",
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64",
     }
     assert cpu.gpu_environment((1,))["CUDA_VISIBLE_DEVICES"] == "5"

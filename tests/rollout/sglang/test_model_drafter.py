@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 
 from specactor.config import EngineConfig, SpeculationConfig
 from specactor.errors import EngineError
+from specactor.rollout.child_process import ChildDied
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import REPORT
 from specactor.rollout.speculation.counters import Counts
+from specactor.rollout.speculation.drafter_set import FAILURES
 from specactor.types import RolloutRequest, Trajectory
 from specactor.weights_sync.draft_push import DraftSender, push_to_engine
 from tests.lib.ranks import run_alone
@@ -150,6 +153,27 @@ def test_the_target_itself_as_drafter_is_always_right(
         assert counts.failures == 0
     twins.flush()
     assert accept_rate(counts_of(twins, config, batch(temperature))) >= 0.999
+
+
+@pytest.mark.deep
+def test_a_draft_model_that_fails_on_one_rank_alone_ends_its_engine(
+    make_spec: Callable[..., EngineSpec], dense_dir: str
+) -> None:
+    """The other rank waits in the pass. Where both fail, drafts end."""
+    config, requests, break_on = speculation(dense_dir, 3), batch(1.0, 8), f"{WRONG}:fail_to_draft"
+    with running(make_spec(29, model_dir=dense_dir, **fields_of(2, dense_dir))) as engine:
+        configure(engine, OFF)
+        plain = facts(engine.generate(requests))
+        configure(engine, config)
+        engine.rank_call(break_on, b"[0, 1]", timeout_s=60)
+        assert facts(engine.generate(requests)) == plain
+        assert report(engine).failures == FAILURES
+        configure(engine, config)
+        engine.rank_call(break_on, b"[1]", timeout_s=60)
+        began_s = time.monotonic()
+        with pytest.raises(ChildDied):
+            engine.generate(requests)
+        assert time.monotonic() - began_s < engine.spec.config.request_timeout_s / 2
 
 
 @two_ranks_are_deep("twins")

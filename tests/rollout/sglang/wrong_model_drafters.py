@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from torch import Tensor
@@ -186,3 +187,14 @@ class ErrsAndKeeps(Errs):
         if cache.fed:
             cache.fed = list(tokens[: len(cache.fed)])
         super().commit(sequence, tokens)
+
+
+def fail_to_draft(rank: Any, payload: bytes) -> bytes:
+    """Rank call: on these ranks (JSON) the draft model raises before every pass."""
+
+    def fail(*_: Any) -> NoReturn:
+        raise MemoryError("no memory for the pass")
+
+    if rank.tp_rank in json.loads(payload):
+        rank.draft_worker.speculator.drafters["model"].propose = fail
+    return b""

@@ -120,6 +120,27 @@ def test_a_version_is_pushed_once_and_to_engines_that_are_new(world: World) -> N
     assert world.held() == world.weights()
 
 
+def test_a_rank_without_anybody_that_drafts_keeps_no_weights_to_hand_over(
+    collective: Collective, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be as large as the draft model, in locked memory, on every rank of a host."""
+    world = World(collective, draft_dir)
+    others = World(collective, draft_dir)
+    others.engines = []
+    monkeypatch.setattr(others.processes, "oldest_version", lambda: None)
+    monkeypatch.setattr(others.processes, "renew", lambda weights: pytest.fail("it has none"))
+    others.it._hands_over = False
+    assert others.step(1)["drafter/version"] == world.step(1)["drafter/version"] == 1
+    assert others.it._packed is None
+    assert others.it._sender._buffer is None
+    assert others.weights() == world.weights()
+    others.engines = [Engine()]  # one that was dead whenever it was looked at
+    assert others.it.push()["drafter/oldest_version"] == 0
+    monkeypatch.setattr(others.processes, "renew", lambda weights: ([], 0.0))
+    others.step(2)
+    assert others.engines[0].versions == [2]
+
+
 def test_a_refused_push_is_said_and_made_again(world: World) -> None:
     world.engines[0].refuses = "gate arrived with a wrong digest"
     metrics = world.step(1)
