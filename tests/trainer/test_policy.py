@@ -140,6 +140,13 @@ def test_kl_starts_at_zero_and_grows_as_the_policy_leaves_the_reference(one_rank
     assert first["loss"] == pytest.approx(one_rank["single"]["grpo"]["loss"], abs=1e-6)
 
 
+def test_a_step_swaps_in_the_reference_once_and_keeps_the_policy_where_gradients_will_be(
+    one_rank: dict[str, Any],
+) -> None:
+    """A second copy of the weights is memory of the device that no plan counts; each swap copies from the host."""
+    assert one_rank["single"]["reference"] == {"swaps": [[True, True]], "unchanged": True}
+
+
 def test_supervised_steps_learn(one_rank: dict[str, Any]) -> None:
     losses = one_rank["single"]["supervised"]
     assert losses[0] > losses[1] > losses[2]
