@@ -146,7 +146,7 @@ def test_a_sessions_sequences_are_one_response() -> None:
     responses = (sampled(2, 3, branches=(sampled(4, 5, 6),)), sampled(7, 8, 9))
     group = ScoredGroup(problem=problem, trajectories=responses, scores=(1.0, 0.0), rewards=(1.0, 0.0))
     actor = SimpleNamespace(
-        config=config("", {}),
+        config=config("model", {}),
         version=0,
         audit=SimpleNamespace(num_seeded=lambda *_: 0),
         _advantages=lambda rewards, _: group_advantages(rewards, "dr_grpo"),
