@@ -195,13 +195,16 @@ def loss(device: str, waits: Waits) -> tuple[int, list[float]]:
     """Reads of the device while a micro-batch's loss and statistics are computed, and these."""
     sequences = [
         TrainSequence(
-            token_ids=tuple(range(n)), prompt_len=2, advantage=1.0, rollout_logprobs=(-1.0,) * (n - 2), **more
+            token_ids=tuple(range(n)),
+            prompt_len=2,
+            advantage=1.0,
+            rollout_logprobs=(-1.0,) * (n - 2),
+            num_stale=num_stale,
         )
-        for n, more in ((9, {"num_stale": 3}), (5, {}))
+        for n, num_stale in ((9, 3), (5, 0))
     ]
-    batch = microbatch.build(
-        microbatch.items_of(sequences, [0.1, 0.2], None, None), microbatch.Shape(1, 0, 1), torch.device(device)
-    )
+    items = microbatch.items_of(sequences, [0.1, 0.2], None, None)
+    batch = microbatch.build(items, microbatch.Shape(1, 0, 1), torch.device(device))
     logits = torch.randn(1, 14, VOCAB, generator=torch.Generator().manual_seed(3)).to(device)
     alone = {"get_tensor_model_parallel_group": lambda: None, "get_context_parallel_world_size": lambda: 1}
     before = len(waits.reads)

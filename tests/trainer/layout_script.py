@@ -294,7 +294,7 @@ def reference_weights(trainer: PolicyTrainer, algorithm: AlgorithmConfig) -> dic
 
     trainer._reference_weights = watched  # type: ignore[method-assign]
     step(trainer, 0.0)
-    del trainer._reference_weights
+    vars(trainer).pop("_reference_weights")
     return {"swaps": seen, "unchanged": are(parameters, own)}
 
 

@@ -3,7 +3,6 @@ sequences is one response."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -154,7 +153,7 @@ def test_a_sessions_sequences_are_one_response() -> None:
     batch = SpecActor.learnable(cast("SpecActor", actor), [group])
     assert [(s.is_branch, s.advantage) for s in batch] == [(False, 0.5), (True, 0.5), (False, -0.5)]
     weights = token_weights([s.num_learned for s in batch], "sequence_mean", 32, is_branch=[s.is_branch for s in batch])
-    assert math.fsum(w * s.num_learned * s.advantage for w, s in zip(weights, batch, strict=True)) == 0.0
+    assert sum(w * s.num_learned * s.advantage for w, s in zip(weights, batch, strict=True)) == pytest.approx(0)
 
 
 def test_a_short_mask_is_refused() -> None:
