@@ -175,7 +175,7 @@ def test_a_trained_policy_is_exported_as_a_whole_folder(one_rank: dict[str, Any]
 
 def test_statistics_are_read_when_all_micro_batches_are_on_their_way() -> None:
     """Else a GPU's host waits for each of them."""
-    on_their_way = []
+    on_their_way: list[str] = []
 
     class Entropy:
         def __float__(self) -> float:
