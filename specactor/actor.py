@@ -108,6 +108,7 @@ class SpecActor:
                 rollout_logprobs=t.logprobs,
                 num_stale=stale_tokens(t, self.version) if self.config.rollout.partial else 0,
                 group_id=group_id,
+                is_branch=t is not first,
                 routed_experts=t.routed_experts if self.config.train.routing_replay == "r3" else b"",
                 loss_mask=t.loss_mask,
                 seed=t.seed,

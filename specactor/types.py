@@ -137,6 +137,7 @@ class TrainSequence:
     rollout_logprobs: Sequence[float] = ()  # the engine's, one per response token; empty in supervised training
     num_stale: int = 0  # response tokens, the first ones, that older policies sampled
     group_id: int = 0
+    is_branch: bool = False  # a further sequence of the response that the sequence before it is of
     routed_experts: bytes | Sequence[int] = b""  # as of `Trajectory`; empty: the trainer's routers are free
     loss_mask: tuple[bool, ...] = ()  # of each response token, whether it is learned from; empty: all are
     seed: int = 0

@@ -63,6 +63,13 @@ def test_what_learns_on_a_device_is_made_there(found: dict[str, Any]) -> None:
         assert one == pytest.approx(other, abs=1e-5)
 
 
+def test_a_loss_waits_for_no_device(found: dict[str, Any]) -> None:
+    """Also where older policies sampled some of the tokens, which agree with no engine."""
+    reads, values = found["loss, cuda"]
+    assert reads == 0
+    assert values == pytest.approx(found["loss, cpu"][1], rel=1e-6)
+
+
 def test_weights_reach_an_engine_on_another_device(found: dict[str, Any]) -> None:
     """No number of a device travels: each side copies between its own and shared memory. Bytes that change there while
     they are loaded are on the engine's device before, and end an engine that loads them from there."""

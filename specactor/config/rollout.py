@@ -175,7 +175,8 @@ class RolloutConfig:
     temperature: float = 1.0
     """Logits are divided by it; 1 samples from the policy itself."""
     top_p: float = 1.0
-    """Sample from the most likely tokens that hold this much probability; 1: from all."""
+    """Sample from the most likely tokens that hold this much probability; 1: from all. With less, or with top_k, losses
+    and algorithm.correction still take a token's probability among all, which is less than that of sampling it."""
     top_k: int = -1
     """Sample from this many most likely tokens; -1: from all."""
     stop: tuple[str, ...] = ()

@@ -76,7 +76,8 @@ class AlgorithmConfig:
     """ppo_clip, gspo, cispo, or module:function (logprobs_T, old_logprobs_T, advantages_T) -> loss_T of yours.
     ppo_clip: per-token ratios (GRPO, DAPO); gspo: one ratio per sequence; cispo: clipped weight on log-probs."""
     aggregation: Literal["sequence_mean", "token_mean", "fixed_length"] = "token_mean"
-    """sequence_mean: GRPO; token_mean: DAPO; fixed_length: Dr.GRPO (divide by rollout.max_new_tokens)."""
+    """sequence_mean: GRPO; token_mean: DAPO; fixed_length: Dr.GRPO (divide by rollout.max_new_tokens). All sequences of
+    an agent's session are one response."""
     clip_low: float = 0.2
     """Lower end of the clip range; see clip_high."""
     clip_high: float = 0.2

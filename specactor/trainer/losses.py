@@ -8,7 +8,9 @@ temperature.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Literal, assert_never
 
 import torch
@@ -63,23 +65,30 @@ def policy_loss_T(
             assert_never(kind)
 
 
-def token_weights(response_lens: Sequence[int], aggregation: Aggregation, max_new_tokens: int) -> list[float]:
-    """Return the weight of a token, per sequence, from the lengths of the *whole* update. Of S sequences, empty ones
-    included: sequence_mean 1 / (S len), or 0; token_mean 1 / (all tokens); fixed_length 1 / (S max_new_tokens). Raises
-    DataError for no token at all, or a negative length."""
-    num_sequences, total = len(response_lens), sum(response_lens)
-    if total == 0 or min(response_lens) < 0:
+def token_weights(
+    lengths: Sequence[int], aggregation: Aggregation, max_new_tokens: int, *, is_branch: Sequence[bool] = ()
+) -> list[float]:
+    """Return the weight of a token, per sequence, from the lengths of the *whole* update. Of S responses, empty ones
+    included: sequence_mean 1 / (S len), or 0; token_mean 1 / (all tokens); fixed_length 1 / (S max_new_tokens). A
+    branch is a part of the response before it, with which it shares the reward (default: none is). Raises DataError for
+    no token at all, or a negative length."""
+    total = sum(lengths)
+    if total == 0 or min(lengths) < 0:
         raise DataError(
-            f"response lengths: got {list(response_lens)[:8]} in {num_sequences} sequences, expected lengths >= 0 and "
+            f"response lengths: got {list(lengths)[:8]} in {len(lengths)} sequences, expected lengths >= 0 and "
             "at least one token. Leave out an update that has nothing to learn from."
         )
+    response = list(accumulate(not part for part in is_branch)) if is_branch else range(1, 1 + len(lengths))
+    num_responses, tokens = response[-1], Counter[int]()
+    for i, length in zip(response, lengths, strict=True):
+        tokens[i] += length
     match aggregation:
         case "sequence_mean":  # GRPO
-            return [1 / (num_sequences * n) if n else 0.0 for n in response_lens]
+            return [1 / (num_responses * tokens[i]) if tokens[i] else 0.0 for i in response]
         case "token_mean":  # DAPO
-            return [1 / total] * num_sequences
+            return [1 / total] * len(lengths)
         case "fixed_length":  # Dr.GRPO
-            return [1 / (num_sequences * max_new_tokens)] * num_sequences
+            return [1 / (num_responses * max_new_tokens)] * len(lengths)
         case _:
             assert_never(aggregation)
 

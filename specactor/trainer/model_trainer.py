@@ -76,18 +76,21 @@ class ModelTrainer:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = Sums()
+        found: list[dict[str, Tensor]] = []
 
         def loss_of(batch: MicroBatch, output_1TV: Tensor) -> Tensor:
             loss, values = objective(batch, output_1TV)
-            sums.add(values)
+            found.append(values)
             if self._mtp is not None:
                 of_layer, values = self._mtp.loss(batch)
-                sums.add(values)
+                found.append(values)
                 loss = loss + of_layer
             return loss
 
         count = self._run(items, loss_of, forward_only=False, watch=watch)
+        sums = Sums()
+        for values in found:  # not before: the host would wait for the device in every micro-batch
+            sums.add(values)
         optimizer.set_rates(self.optimizer, learning_rate, self.config.train)
         # Parameters are written where engines of this host read them.
         return sums, optimizer.step(self.optimizer, self.config.train), count
@@ -151,15 +154,17 @@ class ModelTrainer:
     ) -> list[Tensor]:
         """Return `values_of` each sequence's response tokens, (R), on every rank's CPU."""
         found = torch.zeros(sum(s.response_len for s in sequences), dtype=torch.float32)
-        counts = parallel_state.get_tensor_model_parallel_rank() == 0
+        parts: list[tuple[Tensor, Tensor]] = []
 
         def keep(batch: MicroBatch, output_1TV: Tensor) -> Tensor:
             values_R = values_of(batch, output_1TV)
-            if counts:
-                found[batch.source_R] = values_R.float().cpu()
+            parts.append((batch.source_R, values_R.float()))
             return values_R.sum()
 
         self._run(items_of(sequences, [0.0] * len(sequences), None, None), keep, forward_only=True)
+        if parallel_state.get_tensor_model_parallel_rank() == 0:
+            for source_R, values_R in parts:  # copied when all are computed, as `_update` has it
+                found[source_R] = values_R.cpu()
         everywhere = found.to(self.device)
         dist.all_reduce(everywhere)  # every token was found by one rank; the others add zero
         return list(torch.split(everywhere.cpu(), [s.response_len for s in sequences]))

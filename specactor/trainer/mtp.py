@@ -70,8 +70,9 @@ class MtpTraining:
         output = module.output_layer
         weight = module.shared_embedding_or_output_weight() if output.weight is None else output.weight
         logits_T1V, _ = output(hidden_T1H, weight=weight.detach())
-        known = batch.positions_1T[0, batch.rows_R] > 0  # a prompt of one token has none before it
-        rows = replace(batch, rows_R=batch.rows_R[known] - 1, targets_R=batch.targets_R[known])
+        known_R = batch.positions_1T[0, batch.rows_R] > 0  # a prompt of one token has none before it
+        rows = replace(batch, rows_R=(batch.rows_R - 1).clamp(min=0))
         logprobs_R, _ = response_logprobs(rows, logits_T1V.transpose(0, 1), self._temperature)
-        loss = float(module.config.mtp_loss_scaling_factor) * -(batch.weights_R[known] * logprobs_R).sum()
-        return loss, {"mtp_loss": -logprobs_R.detach().sum(), "mtp_tokens": known.sum()}
+        logprobs_R = logprobs_R * known_R
+        loss = float(module.config.mtp_loss_scaling_factor) * -(batch.weights_R * logprobs_R).sum()
+        return loss, {"mtp_loss": -logprobs_R.detach().sum(), "mtp_tokens": known_R.sum()}

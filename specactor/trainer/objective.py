@@ -139,11 +139,11 @@ class PolicyObjective:
             apart_S = compare_with_noise(batch, batch.seeds_R, logits_1TV, self.temperature, group)
             sums |= {"scored": torch.tensor(len(apart_S)), "unpicked": (apart_S > self.slack).sum()}
         if batch.rollout_R is not None:
-            gap_R = (old_R - batch.rollout_R).abs()
+            gap_R, compared = (old_R - batch.rollout_R).abs(), torch.tensor(len(old_R))
             if batch.stale_R is not None:  # of another policy: there is nothing to agree on
-                gap_R = gap_R[batch.stale_R == 0]
+                gap_R, compared = gap_R.masked_fill(batch.stale_R != 0, 0.0), (batch.stale_R == 0).sum()
             if len(gap_R):
-                sums |= {"gap": gap_R.sum(), "gap_max": gap_R.max(), "gap_tokens": torch.tensor(len(gap_R))}
+                sums |= {"gap": gap_R.sum(), "gap_max": gap_R.max(), "gap_tokens": compared}
                 sums["gap_apart"] = (~(gap_R <= self.max_gap)).sum()  # nan is no agreement either
             weights_R, weighed = self._correction(batch, old_R, batch.rollout_R)
             loss_R = loss_R * weights_R

@@ -106,11 +106,13 @@ class PolicyTrainer(ModelTrainer):
         none: list[Sequence[Estimate]] = [()] * len(updates)
         estimates = self.critic.estimates(updates) if self.critic is not None else none
         old = [self._logprobs(part) if len(updates) > 1 else None for part in updates]
-        ref = [self._reference_logprobs(part) if self._reference else None for part in updates]
+        ref = self._reference_logprobs(updates)
         sums, grad_norms, num_microbatches, learned = [], [], 0, []
         for part, old_part, ref_part, estimated in zip(updates, old, ref, estimates, strict=True):
             aggregation, longest = self.config.algorithm.aggregation, self.config.rollout.max_new_tokens
-            weights = token_weights([s.num_learned for s in part], aggregation, longest)
+            weights = token_weights(
+                [s.num_learned for s in part], aggregation, longest, is_branch=[s.is_branch for s in part]
+            )
             items = items_of(part, weights, old_part, ref_part, estimated)
             if part is not updates[0]:
                 items = [replace(item, is_compared=False) for item in items]
@@ -197,17 +199,21 @@ class PolicyTrainer(ModelTrainer):
 
         return self._per_token(sequences, logprobs_of)
 
-    def _reference_logprobs(self, sequences: Sequence[TrainSequence]) -> list[Tensor]:
-        with self._reference_weights():
+    def _reference_logprobs(self, updates: Sequence[Sequence[TrainSequence]]) -> Sequence[list[Tensor] | None]:
+        if not self._reference:
+            return [None] * len(updates)
+        with self._reference_weights():  # once for all updates: the weights come from the host
             # Which experts the policy took says nothing of those that the reference takes.
-            return self._logprobs([replace(s, routed_experts=b"") for s in sequences])
+            return [self._logprobs([replace(s, routed_experts=b"") for s in part]) for part in updates]
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         """Swap in the reference's weights; the policy's come back bit for bit."""
-        parameters = list(self._parameters())
-        own = [parameter.detach().clone() for parameter in parameters]
+        parameters: list[Any] = list(self._parameters())
+        # Gradients, in float32, are zeroed before an update: their place takes no further memory of the device.
+        own = [parameter.main_grad for parameter in parameters]
         with torch.no_grad():
+            torch._foreach_copy_(own, parameters)
             torch._foreach_copy_(parameters, self._reference)
             try:
                 yield

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 
 from specactor.cpu import torchvision_ops
 
@@ -19,13 +20,14 @@ torchvision_ops.install()
 from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.state_capturer.base import BaseDeviceCache, BaseTopkCapturer  # noqa: E402
 
-from specactor.config import WeightsSyncConfig  # noqa: E402
+from specactor.config import AlgorithmConfig, WeightsSyncConfig  # noqa: E402
 from specactor.cpu import layers  # noqa: E402
 from specactor.device_memory import HostCopies  # noqa: E402
 from specactor.errors import WeightSyncError  # noqa: E402
 from specactor.rollout.sglang import responses, sampling, verify_batch, verify_worker  # noqa: E402
 from specactor.rollout.speculation.verification import DraftTree, accepted_path, chain, merged  # noqa: E402
 from specactor.trainer import microbatch  # noqa: E402
+from specactor.trainer.objective import PolicyObjective  # noqa: E402
 from specactor.types import TrainSequence  # noqa: E402
 from specactor.weights_sync import digest, memory  # noqa: E402
 from specactor.weights_sync.memory import SharedCopy  # noqa: E402
@@ -187,6 +189,28 @@ def learning(device: str) -> tuple[list[Any], list[Any]]:
         found.append(turned)
         attended.append(torch.cat(padded).index_select(0, plan.output_rows_T).flatten())
     return [x.cpu().tolist() for x in found], [x.cpu().tolist() for x in attended]
+
+
+def loss(device: str, waits: Waits) -> tuple[int, list[float]]:
+    """Reads of the device while a micro-batch's loss and statistics are computed, and these."""
+    sequences = [
+        TrainSequence(
+            token_ids=tuple(range(n)),
+            prompt_len=2,
+            advantage=1.0,
+            rollout_logprobs=(-1.0,) * (n - 2),
+            num_stale=num_stale,
+        )
+        for n, num_stale in ((9, 3), (5, 0))
+    ]
+    items = microbatch.items_of(sequences, [0.1, 0.2], None, None)
+    batch = microbatch.build(items, microbatch.Shape(1, 0, 1), torch.device(device))
+    logits = torch.randn(1, 14, VOCAB, generator=torch.Generator().manual_seed(3)).to(device)
+    alone = {"get_tensor_model_parallel_group": lambda: None, "get_context_parallel_world_size": lambda: 1}
+    before = len(waits.reads)
+    with patch.multiple(parallel_state, **alone):
+        value, sums = PolicyObjective(AlgorithmConfig(), 1.0)(batch, logits)
+    return len(waits.reads) - before, [float(found) for found in (value, *sums.values())]
 
 
 class Model:
@@ -398,6 +422,7 @@ def raised(work: Callable[[], Any]) -> str:
 
 def main(library: Path) -> None:
     found: dict[str, Any] = {"cpu": one_round("cpu"), "learning, cpu": learning("cpu")}
+    found["loss, cpu"] = loss("cpu", Waits())
     with simulated(library) as waits:
         found["cuda"] = one_round("cuda")
         before = len(waits.reads)
@@ -409,6 +434,7 @@ def main(library: Path) -> None:
         one, other = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
         found["mixed"] = [raised(lambda: one + other), raised(lambda: one + torch.ones(2))]
         found["learning, cuda"] = learning("cuda")
+        found["loss, cuda"] = loss("cuda", waits)
         found["weights"] = [weight_sync("cuda:0", "cuda:3", rounds) for rounds in (1, 4)]
         found["damaged"] = weight_sync("cuda:0", "cuda:3", 1, damaged=True)
         found["damaged, cpu"] = weight_sync("cpu", "cpu", 1, damaged=True)

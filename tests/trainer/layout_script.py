@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from specactor.config import AlgorithmConfig
 from specactor.cpu import megatron
 from specactor.parallel.collective import destroy_groups, init_groups
 from specactor.parallel.layout import Layout
@@ -262,6 +264,7 @@ def more_checks(trainer: PolicyTrainer, entry: dict[str, Any]) -> dict[str, Any]
     stale = [replace(s, num_stale=s.response_len // 2) for s in SEQUENCES]
     result["stale"] = trainer.train_step(stale, learning_rate=0.0).numbers()
     result["kl"] = [step(trainer, cases.LEARNING_RATE) for _ in range(2)]
+    result["reference"] = reference_weights(trainer, algorithm)
     trainer.reset_optimizer()
     result["supervised"] = [trainer.supervised_step(SEQUENCES, learning_rate=3e-3) for _ in range(3)]
     target = Path(entry["export"])
@@ -270,6 +273,29 @@ def more_checks(trainer: PolicyTrainer, entry: dict[str, Any]) -> dict[str, Any]
         result["exported"] = sorted(file.name for file in target.iterdir())
     result["wrong_export"] = wrong_weights(trainer, target)
     return result
+
+
+def reference_weights(trainer: PolicyTrainer, algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Whether the reference's weights are in place, and the policy's kept, at each swap of a step of three updates."""
+    use(trainer, cases.Case(algorithm, 3, 0.0))
+    parameters: list[Any] = list(trainer._parameters())
+    own, swap = [p.detach().clone() for p in parameters], trainer._reference_weights
+    trainer._reference = [torch.full_like(p, 0.5) for p in own]
+    seen = []
+
+    def are(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+        return all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        with swap():
+            seen.append((are(parameters, trainer._reference), are([p.main_grad for p in parameters], own)))
+            yield
+
+    trainer._reference_weights = watched  # type: ignore[method-assign]
+    step(trainer, 0.0)
+    vars(trainer).pop("_reference_weights")
+    return {"swaps": seen, "unchanged": are(parameters, own)}
 
 
 def check_wrong(entry: dict[str, Any]) -> dict[str, Any]:

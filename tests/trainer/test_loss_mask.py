@@ -1,24 +1,29 @@
-"""What an environment said is not learned from: no gradient, no weight, no metric of it."""
+"""What an environment said is not learned from: no gradient, no weight, no metric of it. What an agent said in several
+sequences is one response."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from specactor.actor import SpecActor
 from specactor.config import AlgorithmConfig
 from specactor.trainer import microbatch
+from specactor.trainer.advantages import group_advantages
 from specactor.trainer.losses import token_weights
 from specactor.trainer.microbatch import Shape, build, items_of
 from specactor.trainer.objective import PolicyObjective
 from specactor.trainer.packing import checked
-from specactor.types import TrainSequence
-from tests.trainer.policy_cases import VOCAB, sequences
+from specactor.types import Problem, ScoredGroup, TrainSequence, Trajectory
+from tests.trainer.policy_cases import VOCAB, config, sequences
 
 CPU = torch.device("cpu")
 
@@ -119,6 +124,36 @@ def test_context_parallel_ranks_share_the_learned_tokens() -> None:
     parts = [build(items, Shape(2, rank, 1), CPU).source_R.tolist() for rank in range(2)]
     flags = [x for s in batch for x in s.loss_mask or (True,) * s.response_len]
     assert sorted(parts[0] + parts[1]) == [i for i, learned in enumerate(flags) if learned]
+
+
+def test_a_sessions_sequences_are_one_response() -> None:
+    """Two responses of a group, one a session of two sequences: each response has half of the weight."""
+
+    def sampled(*token_ids: int, branches: tuple[Trajectory, ...] = ()) -> Trajectory:
+        return Trajectory(
+            request_id="0.0.0",
+            group_id=0,
+            prompt_ids=(1,),
+            token_ids=token_ids,
+            logprobs=(-1.0,) * len(token_ids),
+            finish_reason="stop",
+            spans=(),
+            branches=branches,
+        )
+
+    problem = Problem(index=0, prompt="", prompt_ids=(1,), answer="", verifier="exact", metadata={})
+    responses = (sampled(2, 3, branches=(sampled(4, 5, 6),)), sampled(7, 8, 9))
+    group = ScoredGroup(problem=problem, trajectories=responses, scores=(1.0, 0.0), rewards=(1.0, 0.0))
+    actor = SimpleNamespace(
+        config=config("model", {}),
+        version=0,
+        audit=SimpleNamespace(num_seeded=lambda *_: 0),
+        _advantages=lambda rewards, _: group_advantages(rewards, "dr_grpo"),
+    )
+    batch = SpecActor.learnable(cast("SpecActor", actor), [group])
+    assert [(s.is_branch, s.advantage) for s in batch] == [(False, 0.5), (True, 0.5), (False, -0.5)]
+    weights = token_weights([s.num_learned for s in batch], "sequence_mean", 32, is_branch=[s.is_branch for s in batch])
+    assert sum(w * s.num_learned * s.advantage for w, s in zip(weights, batch, strict=True)) == pytest.approx(0)
 
 
 def test_a_short_mask_is_refused() -> None:

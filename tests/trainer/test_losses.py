@@ -274,6 +274,13 @@ def test_weights_by_hand() -> None:
     assert token_weights([4, 0], "sequence_mean", 16) == [1 / 8, 0.0]
 
 
+def test_the_sequences_of_a_session_weigh_together_what_another_response_does() -> None:
+    lengths, is_branch = [2, 3, 5, 4], [False, True, True, False]
+    assert token_weights(lengths, "sequence_mean", 16, is_branch=is_branch) == [1 / 20, 1 / 20, 1 / 20, 1 / 8]
+    assert token_weights(lengths, "fixed_length", 16, is_branch=is_branch) == [1 / 32] * 4
+    assert token_weights(lengths, "token_mean", 16, is_branch=is_branch) == [1 / 14] * 4
+
+
 @pytest.mark.parametrize("lengths", [[], [0, 0], [3, -1]])
 def test_an_update_without_tokens_is_refused(lengths: list[int]) -> None:
     with pytest.raises(DataError, match="at least one token"):

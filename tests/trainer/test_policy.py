@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from specactor.trainer.model_trainer import ModelTrainer
 from specactor.trainer.packing import checked, split
 from specactor.types import TrainSequence
 from tests.trainer import policy_cases as cases
@@ -140,6 +143,13 @@ def test_kl_starts_at_zero_and_grows_as_the_policy_leaves_the_reference(one_rank
     assert first["loss"] == pytest.approx(one_rank["single"]["grpo"]["loss"], abs=1e-6)
 
 
+def test_a_step_swaps_in_the_reference_once_and_keeps_the_policy_where_gradients_will_be(
+    one_rank: dict[str, Any],
+) -> None:
+    """A second copy of the weights is memory of the device that no plan counts; each swap copies from the host."""
+    assert one_rank["single"]["reference"] == {"swaps": [[True, True]], "unchanged": True}
+
+
 def test_supervised_steps_learn(one_rank: dict[str, Any]) -> None:
     losses = one_rank["single"]["supervised"]
     assert losses[0] > losses[1] > losses[2]
@@ -161,6 +171,35 @@ def test_a_trained_policy_is_exported_as_a_whole_folder(one_rank: dict[str, Any]
         "vocabulary.txt",
     ]
     assert one_rank["single"]["wrong_export"] == []
+
+
+def test_statistics_are_read_when_all_micro_batches_are_on_their_way() -> None:
+    """Else a GPU's host waits for each of them."""
+    on_their_way: list[str] = []
+
+    class Entropy:
+        def __float__(self) -> float:
+            assert on_their_way == ["first", "second"]
+            return 2.0
+
+    def measured(batch: Any, output: Any) -> Any:
+        return 0.0, {"entropy": Entropy()}
+
+    def run(items: object, loss_of: Callable[[object, object], object], **_: object) -> int:
+        for name in ("first", "second"):
+            loss_of(name, None)
+            on_their_way.append(name)
+        return 2
+
+    trainer: Any = SimpleNamespace(
+        chunks=[],
+        config=cases.config("model", {}),
+        optimizer=SimpleNamespace(zero_grad=lambda: None, param_groups=[], step=lambda: (True, 0.5, None)),
+        _mtp=None,
+        _run=run,
+    )
+    sums, grad_norm, count = ModelTrainer._update(trainer, [], measured, 1.0)
+    assert (sums.entropy, grad_norm, count) == (4.0, 0.5, 2)
 
 
 def test_updates_split_groups_without_tearing_them() -> None:

@@ -80,7 +80,7 @@ class Recorder:
             logits_RV = logits_1TV.detach()[0].index_select(0, batch.rows_R)
             ids, logprobs = vocab_parallel_top_k(logits_RV, self._k, temperature=self._temperature, group=self._group)
             if self._tensor_rank == 0:  # the others have the same
-                self._micro_batches.append((batch.source_R.cpu(), ids.int().cpu(), logprobs.cpu()))
+                self._micro_batches.append((batch.source_R, ids.int(), logprobs))
             return objective(batch, logits_1TV)
 
         return observed
@@ -150,7 +150,7 @@ class Recorder:
         ids = torch.zeros((sum(sizes), width), dtype=torch.int32)
         logprobs = torch.zeros((sum(sizes), width), dtype=torch.float32)
         for source_R, ids_RK, logprobs_RK in self._micro_batches:
-            ids[source_R], logprobs[source_R] = ids_RK, logprobs_RK
+            ids[source_R], logprobs[source_R] = ids_RK.cpu(), logprobs_RK.cpu()  # once all are computed
         self._micro_batches = []
         ids, logprobs = self._everywhere(ids), self._everywhere(logprobs)
         said = ~torch.cat([torch.tensor(s.loss_mask or (True,) * s.response_len).bool() for s in sequences])
