@@ -19,6 +19,7 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -136,7 +137,8 @@ def _remove(folder: Path) -> None:
     for pattern in map(Path, patterns):
         if pattern.parent == _SHARED:
             for file in _SHARED.glob(pattern.name):
-                file.unlink(missing_ok=True)
+                with suppress(OSError):  # it is another user's, or gone: the folder goes nevertheless
+                    file.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -144,8 +146,10 @@ def sweep(pid: int | None = None) -> None:
     """Remove folders of dead guards: that of `pid`, or all older than `_SETTLE_S`."""
     for folder in TEMPORARY.glob(f"{_PREFIX}{'' if pid is None else f'{pid}-'}*"):
         try:
-            about = folder.stat()
-            if about.st_uid != os.getuid() or (pid is None and time.time() - about.st_mtime < _SETTLE_S):
+            about = folder.lstat()  # anybody may put a link here, to a folder of this user's
+            if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode):
+                continue
+            if pid is None and time.time() - about.st_mtime < _SETTLE_S:
                 continue
             lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         except (FileNotFoundError, PermissionError, NotADirectoryError):
