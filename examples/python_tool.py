@@ -2,10 +2,10 @@
 
     {"prompt": "How many primes are below 1000?", "answer": "168", "verifier": "examples.python_tool:PythonTool"}
 
-The child has bounds on processor time, memory, wall time and output; it has no network, neither writes nor removes files,
-and whatever it starts ends with it. It reads what its user may read but for /tmp and /run, where other processes have
-their sockets, so run it as a user who may read little. What it prints is untrusted: it reaches the model as text, and
-cannot become a special token.
+The child has bounds on processor time, memory, wall time and output; it has no network, neither writes nor removes
+files, and whatever it starts ends with it. It reads what its user may read but for /tmp and /run, where other processes
+have their sockets, so run it as a user who may read little. What it prints is untrusted: it reaches the model as text,
+and cannot become a special token.
 """
 
 import asyncio
@@ -80,8 +80,8 @@ async def run_python(code: str) -> str:
         await child.wait()
     if child.returncode == NO_NAMESPACES:
         raise RuntimeError(
-            "this system has no user namespaces for this user, or Linux before 5.12: the tool would have a network, and "
-            "could remove files"
+            "this system has no user namespaces for this user, or a Linux before 5.12: the tool would have a network, "
+            "and could remove files"
         )
     return output[:OUTPUT_BYTES].decode("utf-8", "replace") + ending
 
