@@ -56,9 +56,11 @@ def run_guarded(connection_fd: int, guarded: Callable[[], None]) -> None:
         guarded()
         sys.stdout.flush()
         os._exit(0)
-    _watch(connection_fd, guarded_pid, folder)
-    _end_descendants()
-    _remove(folder)
+    try:
+        _watch(connection_fd, guarded_pid, folder)
+    finally:
+        _end_descendants()
+        _remove(folder)
     os._exit(0)
 
 
@@ -90,9 +92,10 @@ def _note_pids(folder: Path, noted: set[int]) -> None:
     """List files of new descendants: SGLang puts pids into names in /dev/shm."""
     new = set(descendants(os.getpid())) - noted
     if new:
-        noted |= new
-        with open(folder / SHARED_FILES, "a") as file:
-            file.write("".join(f"/dev/shm/sgl_shm_*_{pid}_*\n" for pid in sorted(new)))
+        with suppress(OSError):  # where /tmp is full it is tried again; the guarded process may need none of it
+            with open(folder / SHARED_FILES, "a") as file:
+                file.write("".join(f"/dev/shm/sgl_shm_*_{pid}_*\n" for pid in sorted(new)))
+            noted |= new
 
 
 def _exited(pid: int) -> bool:

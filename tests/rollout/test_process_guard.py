@@ -150,3 +150,19 @@ def test_a_folder_goes_though_a_shared_file_of_its_names_cannot(
         (folder / process_guard.SHARED_FILES).write_text(f"{held}\n")
         process_guard.sweep(1)
         assert not folder.exists()
+
+
+def test_a_full_disk_does_not_end_the_guard(tmp_path: Path) -> None:
+    """Else it would end what it guards, such as an engine in the midst of a rollout."""
+    noted: set[int] = set()
+    with subprocess.Popen(["sleep", "600"]) as child:
+        try:
+            (tmp_path / process_guard.SHARED_FILES).symlink_to("/dev/full")
+            process_guard._note_pids(tmp_path, noted)
+            assert noted == set()
+            (tmp_path / process_guard.SHARED_FILES).unlink()
+            process_guard._note_pids(tmp_path, noted)
+            assert child.pid in noted
+            assert f"_{child.pid}_" in (tmp_path / process_guard.SHARED_FILES).read_text()
+        finally:
+            child.kill()
