@@ -2,9 +2,10 @@
 
     {"prompt": "How many primes are below 1000?", "answer": "168", "verifier": "examples.python_tool:PythonTool"}
 
-The child has bounds on processor time, memory, wall time and output; it has no network, writes no files, and whatever
-it starts ends with it. It reads what its user may read, so run it as a user who may read little. What it prints is
-untrusted: it reaches the model as text, and cannot become a special token.
+The child has bounds on processor time, memory, wall time and output; it has no network, neither writes nor removes
+files, and whatever it starts ends with it. It reads what its user may read but for /tmp and /run, where other processes
+have their sockets, so run it as a user who may read little. What it prints is untrusted: it reaches the model as text,
+and cannot become a special token.
 """
 
 import asyncio
@@ -21,12 +22,19 @@ from specactor.types import Problem
 
 CPU_S, WALL_S, MEMORY_BYTES, OUTPUT_BYTES = 5, 10.0, 2**29, 2000
 NO_NAMESPACES = 97
-"""Exit status where the system has no user namespaces for this user."""
+"""Exit status where the system has no user namespaces for this user, or cannot make all files read-only in one."""
 
 CHILD = f"""
 import ctypes, os, resource, signal, sys
 libc = ctypes.CDLL(None)
-if libc.unshare(0x10000000 | 0x40000000 | 0x20000000):  # user, network and process namespaces
+if libc.unshare(0x10000000 | 0x40000000 | 0x20000000 | 0x20000 | 0x8000000):  # user, network, process, mount, IPC
+    os._exit({NO_NAMESPACES})
+# All mounts read-only, which needs Linux 5.12; nobody's sockets; and then no right to undo that, nor to get it back.
+read_only = (ctypes.c_uint64 * 4)(1, 0, 0, 0)
+failed = libc.syscall(442, -100, b"/", 0x8000, read_only, ctypes.c_size_t(32))
+for folder in (b"/tmp", b"/run"):
+    failed = failed or os.path.isdir(folder) and libc.mount(b"none", folder, b"tmpfs", ctypes.c_ulong(1), None)
+if failed or libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), bytes(24)) or libc.prctl(38, 1, 0, 0, 0):
     os._exit({NO_NAMESPACES})
 if pid := os.fork():
     os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 127)
@@ -71,7 +79,10 @@ async def run_python(code: str) -> str:
             os.killpg(child.pid, signal.SIGKILL)
         await child.wait()
     if child.returncode == NO_NAMESPACES:
-        raise RuntimeError("this system has no user namespaces for this user: the tool would have a network")
+        raise RuntimeError(
+            "this system has no user namespaces for this user, or a Linux before 5.12: the tool would have a network, "
+            "and could remove files"
+        )
     return output[:OUTPUT_BYTES].decode("utf-8", "replace") + ending
 
 

@@ -11,6 +11,7 @@ OF_TRAINER: set[str] = set()
 """Variables that a trainer has set in this process for itself. An engine that replaces another would have them, and
 those that were started before the trainer was made would not."""
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "RANK", "WORLD_SIZE")
+_KEY = "SPECACTOR_KEY"  # of ranks (seals.py): verifiers are code of others, and may run what a response says
 
 
 def environment(cores: Sequence[int | str] = ()) -> dict[str, str]:
@@ -34,7 +35,7 @@ def environment(cores: Sequence[int | str] = ()) -> dict[str, str]:
 def process_environment(devices: Sequence[int | str]) -> dict[str, str]:
     """Return the whole environment of an engine's process, GPU or not."""
     # What torchrun tells its ranks is left out: an engine is a world of its own.
-    others = {name: value for name, value in os.environ.items() if name not in OF_TRAINER}
+    others = {name: value for name, value in os.environ.items() if name not in {*OF_TRAINER, _KEY}}
     kept = {name: value for name, value in others.items() if not name.startswith(_TORCHRUN_PREFIXES)}
     if has_gpu():
         return {**kept, **gpu_environment(devices), "SGLANG_PLUGINS": "specactor"}

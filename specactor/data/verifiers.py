@@ -365,8 +365,10 @@ def _read_line(child: subprocess.Popen[bytes], timeout_s: float) -> bytes:
     assert child.stdout is not None
     deadline = time.monotonic() + timeout_s
     line = b""
+    waiting = select.poll()  # and not `select`, which ends at file 1023
+    waiting.register(child.stdout, select.POLLIN)
     while not line.endswith(b"\n"):
-        ready, _, _ = select.select([child.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        ready = waiting.poll(1000 * max(0.0, deadline - time.monotonic()))
         part = os.read(child.stdout.fileno(), 4096) if ready else b""
         if not part:
             return b""

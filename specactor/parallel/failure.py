@@ -136,7 +136,8 @@ class Failures:
         if self._reported.acquire(blocking=False) and (not asks or self._tickets(1) == 1):
             line = f"specactor: rank {self.rank}: {message}"
             tell_launcher(line)  # first, since torchrun ends this rank as soon as a peer has seen the ticket and left
-            print(f"{trace}{line}", file=sys.stderr, flush=True)
+            with suppress(OSError, ValueError):  # who read it may be gone, and this rank has to end all the same
+                print(f"{trace}{line}", file=sys.stderr, flush=True)
         if self.over_hosts():
             time.sleep(LINGER_S)
 

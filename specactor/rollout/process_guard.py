@@ -19,6 +19,7 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -55,9 +56,11 @@ def run_guarded(connection_fd: int, guarded: Callable[[], None]) -> None:
         guarded()
         sys.stdout.flush()
         os._exit(0)
-    _watch(connection_fd, guarded_pid, folder)
-    _end_descendants()
-    _remove(folder)
+    try:
+        _watch(connection_fd, guarded_pid, folder)
+    finally:
+        _end_descendants()
+        _remove(folder)
     os._exit(0)
 
 
@@ -89,9 +92,10 @@ def _note_pids(folder: Path, noted: set[int]) -> None:
     """List files of new descendants: SGLang puts pids into names in /dev/shm."""
     new = set(descendants(os.getpid())) - noted
     if new:
-        noted |= new
-        with open(folder / SHARED_FILES, "a") as file:
-            file.write("".join(f"/dev/shm/sgl_shm_*_{pid}_*\n" for pid in sorted(new)))
+        with suppress(OSError):  # where /tmp is full it is tried again; the guarded process may need none of it
+            with open(folder / SHARED_FILES, "a") as file:
+                file.write("".join(f"/dev/shm/sgl_shm_*_{pid}_*\n" for pid in sorted(new)))
+            noted |= new
 
 
 def _exited(pid: int) -> bool:
@@ -136,7 +140,8 @@ def _remove(folder: Path) -> None:
     for pattern in map(Path, patterns):
         if pattern.parent == _SHARED:
             for file in _SHARED.glob(pattern.name):
-                file.unlink(missing_ok=True)
+                with suppress(OSError):  # it is another user's, or gone: the folder goes nevertheless
+                    file.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -144,8 +149,10 @@ def sweep(pid: int | None = None) -> None:
     """Remove folders of dead guards: that of `pid`, or all older than `_SETTLE_S`."""
     for folder in TEMPORARY.glob(f"{_PREFIX}{'' if pid is None else f'{pid}-'}*"):
         try:
-            about = folder.stat()
-            if about.st_uid != os.getuid() or (pid is None and time.time() - about.st_mtime < _SETTLE_S):
+            about = folder.lstat()  # anybody may put a link here, to a folder of this user's
+            if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode):
+                continue
+            if pid is None and time.time() - about.st_mtime < _SETTLE_S:
                 continue
             lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         except (FileNotFoundError, PermissionError, NotADirectoryError):

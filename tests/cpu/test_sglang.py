@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from specactor.cpu import sglang as cpu
+from specactor.parallel.seals import KEY
 
 
 def python(code: str, **variables: str) -> str:
@@ -54,6 +55,12 @@ def test_an_engine_does_not_inherit_the_trainers_world(monkeypatch: pytest.Monke
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(
         variables
     )
+
+
+def test_no_child_has_the_jobs_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verifier is code of others, and may run what a response says."""
+    monkeypatch.setenv(KEY, "k" * 64)
+    assert "k" * 64 not in cpu.process_environment([0]).values()
 
 
 def test_an_engine_that_replaces_another_has_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -113,3 +114,20 @@ def _alive(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_process_with_many_open_files_hears_its_child(answers: MathAnswers) -> None:
+    """A rank among a thousand has sockets for each other one; `select` ends at file 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    null = os.open(os.devnull, os.O_RDONLY)
+    held = [null]
+    answers.close()
+    try:
+        while held[-1] < 1024:
+            held.append(os.dup(null))
+        assert answers.equal("1/2", "$0.5$")
+    finally:
+        for file in held:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 
 import pytest
 
@@ -58,14 +59,36 @@ def test_wall_time_is_bounded_and_all_that_was_started_ends(monkeypatch: pytest.
     assert processes_with("RLIMIT_") == []
 
 
-def test_there_is_no_network_and_no_file_to_write(tmp_path: Path) -> None:
+def test_there_is_no_network_and_no_file_to_write() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         code = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)"
         socket.create_connection(("127.0.0.1", port), 2).close()
         assert "unreachable" in output(code)
-    assert "File too large" in output(f"print('a', file=open({str(tmp_path / 'a')!r}, 'w'), flush=True)")
-    assert (tmp_path / "a").read_text() == ""
+    with NamedTemporaryFile(dir="/dev/shm") as file:
+        assert "Read-only file system" in output(f"open({file.name + '1'!r}, 'w')")
+
+
+def test_what_is_there_stays_whatever_code_does() -> None:
+    """Its user may own the run's folder, and may connect to what engines listen at in /tmp."""
+    undo = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "failed = libc.syscall(442, -100, b'/', 0x8000, (ctypes.c_uint64 * 4)(0, 1, 0, 0), ctypes.c_size_t(32))\n"
+        "print(failed, libc.umount2(b'/tmp', 2), libc.unshare(0x10000000), libc.unshare(0x20000))\n"
+    )
+    with TemporaryDirectory(dir="/dev/shm") as folder, TemporaryDirectory(dir="/tmp") as own:
+        file = Path(folder, "checkpoint")
+        file.write_text("whole")
+        for code in ("open({!r}, 'w')", "import os; os.unlink({!r})", "import os; os.chmod({!r}, 0)"):
+            assert "Read-only file system" in output(undo + code.format(str(file)))
+        assert output(undo) == "-1 -1 -1 -1\n"
+        assert file.read_text() == "whole"
+        address = f"{own}/engine"
+        with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
+            server.bind(address)
+            server.listen()
+            client.connect(address)
+            assert "FileNotFoundError" in output(f"import socket; socket.socket(socket.AF_UNIX).connect({address!r})")
 
 
 def test_where_code_cannot_be_kept_in_bounds_no_conversation_begins(monkeypatch: pytest.MonkeyPatch) -> None:

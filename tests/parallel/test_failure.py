@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -407,3 +408,16 @@ def test_sigterm_is_reported_also_from_within_a_library_call(library: bool) -> N
 def test_ctrl_c_says_how_to_continue(capsys: pytest.CaptureFixture[str]) -> None:
     assert leave(0, Tickets(), KeyboardInterrupt()) == 130
     assert "--resume auto" in capsys.readouterr().err
+
+
+def test_a_rank_ends_though_nobody_can_read_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its terminal is gone, or what torchrun's output went through: else the thread dies, and the rank hangs."""
+    read, write = os.pipe()
+    os.close(read)
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with suppress(BrokenPipeError), os.fdopen(write, "w") as nobody:  # it cannot be closed without one, either
+        monkeypatch.setattr(sys, "stderr", nobody)
+        failure.Failures(0, None).on_sigterm()
+        failure.Failures(0, None).on_lost_folder("lost")
+    assert ended == [128 + signal.SIGTERM, 1]

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,3 +126,43 @@ def test_descendants_may_end_while_they_are_listed() -> None:
         endless.wait()
     assert len(set.union(*seen)) > 2  # some ended on the way
     assert all(endless.pid in pids for pids in seen)
+
+
+def test_sweep_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may write to /tmp."""
+    monkeypatch.setattr(process_guard, "TEMPORARY", tmp_path)
+    own, link = tmp_path / "own", tmp_path / f"{process_guard._PREFIX}1-x"
+    own.mkdir()
+    link.symlink_to(own)
+    process_guard.sweep(1)
+    assert list(own.iterdir()) == []
+    assert link.is_symlink()
+
+
+def test_a_folder_goes_though_a_shared_file_of_its_names_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user may have a file of that name: whoever ends a process goes on."""
+    monkeypatch.setattr(process_guard, "TEMPORARY", tmp_path)
+    folder = tmp_path / f"{process_guard._PREFIX}1-x"
+    folder.mkdir()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as held:  # a folder cannot be removed as a file, either
+        (folder / process_guard.SHARED_FILES).write_text(f"{held}\n")
+        process_guard.sweep(1)
+        assert not folder.exists()
+
+
+def test_a_full_disk_does_not_end_the_guard(tmp_path: Path) -> None:
+    """Else it would end what it guards, such as an engine in the midst of a rollout."""
+    noted: set[int] = set()
+    with subprocess.Popen(["sleep", "600"]) as child:
+        try:
+            (tmp_path / process_guard.SHARED_FILES).symlink_to("/dev/full")
+            process_guard._note_pids(tmp_path, noted)
+            assert noted == set()
+            (tmp_path / process_guard.SHARED_FILES).unlink()
+            process_guard._note_pids(tmp_path, noted)
+            assert child.pid in noted
+            assert f"_{child.pid}_" in (tmp_path / process_guard.SHARED_FILES).read_text()
+        finally:
+            child.kill()
