@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measure import measure_settings
-from specactor.config.rollout import BY_ROWS, BY_SIZE, NOT_EXTRA, ONE_ATTENTION
+from specactor.config.rollout import BY_ROWS, BY_SIZE, NOT_EXTRA, ONE_ATTENTION, ONE_BATCH, ONE_PLACE
 from specactor.config.train import gap_bound
 from specactor.errors import ConfigError
 from specactor.parallel.layout import longest_prompt
@@ -143,6 +143,8 @@ WRONG: list[tuple[str, str]] = [
                 "enable_attn_tp_input_scattered",
             ),
             ONE_ATTENTION: ("decode_attention_backend", "prefill_attention_backend"),
+            ONE_BATCH: ("dp_size", "attn_dp_size", "enable_dp_attention"),
+            ONE_PLACE: ("enable_eplb", "ep_num_redundant_experts", "init_expert_location"),
             NOT_EXTRA["moe_a2a_backend"]: ("moe_a2a_backend",),
         }.items()
         for name in names

@@ -17,12 +17,14 @@ AS_TRAINED = "Engines hold the trainer's weights as they are, in model.dtype."
 BY_ROWS = "With it the bits of a row depend on how many rows are computed together, so that drafts would change tokens."
 BY_SIZE = "With it ranks add in an order that depends on how many rows are computed together."
 ONE_ATTENTION = "Prefills and decoding have one backend. Use attention_backend."
+ONE_PLACE = "Experts stay where a sync found them, and of copies of one a row's place in its batch would choose."
 NOT_EXTRA = {
     "enable_deterministic_inference": "It is always on: the noise of a token is keyed by it.",
     "sampling_backend": "Tokens are drawn with noise of their own, by one backend.",
     "preferred_sampling_params": "Use rollout.temperature and its neighbours, which the trainer knows.",
     "enable_dp_attention": ONE_BATCH,
     "dp_size": ONE_BATCH,
+    "attn_dp_size": ONE_BATCH,
     "pp_size": ONE_BATCH,
     "quantization": AS_TRAINED,
     "enable_lora": AS_TRAINED,
@@ -35,6 +37,7 @@ NOT_EXTRA = {
     "enable_memory_saver": "It is on where torch-memory-saver is installed.",
     "moe_runner_backend": "On GPUs it is triton: others choose tiles by the number of rows, or permute weights.",
     "moe_a2a_backend": "Ranks add what their experts give; what sends rows takes kernels by their number.",
+    **dict.fromkeys(("enable_eplb", "ep_num_redundant_experts", "init_expert_location"), ONE_PLACE),
     "decode_attention_backend": ONE_ATTENTION,
     "prefill_attention_backend": ONE_ATTENTION,
     "enable_fp32_lm_head": BY_ROWS,

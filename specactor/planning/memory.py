@@ -31,7 +31,6 @@ MAIN_WEIGHT_BYTES = BYTES["float32"]  # beside parameters that are not float32 t
 LOGIT_BYTES = 10  # of one logit of a micro-batch: in bfloat16, twice, in float32 for the loss, and its gradient
 LAYER_BYTES = 34  # per token and channel of a layer, fused attention: arXiv 2205.05198, table 2
 DRAFT_ROWS = 512  # `rollout.sglang.gpu.MAX_ROWS`
-FLASH_TABLES = 4  # page tables of FlashAttention where it speculates, three of them for rounds of SGLang's own kinds
 DRAFT_BYTES = 12  # of a draft model's weight that learns, and its moments
 PART_LOGIT_BYTES = 24  # of each of the PART_LOGITS that its loss computes with at once
 OVERHEAD_BYTES = 3e9  # of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed
@@ -85,7 +84,7 @@ def _of_rounds(
             parts = -(-context // SPLIT) * model.heads / tensor
             of_keys = 8.0 * context + 4.0 * parts * model.head_dim
         else:
-            of_keys = 4.0 * context * (FLASH_TABLES if speculates else 1)
+            of_keys = 4.0 * context
         kept += most * of_keys + (width * rows * model.vocab if tensor > 1 else 0)
         in_graphs += most * width * model.vocab / tensor
     return {

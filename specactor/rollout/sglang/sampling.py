@@ -95,10 +95,13 @@ def sample_in_one_pass(
     tokens_R = drawn.tokens.to(torch.int32)
     filters = info.need_top_p_sampling or info.need_top_k_sampling
     kinds = kinds_of(info) if filters and not info.is_all_greedy else []
-    if filtered := [row for row, of in enumerate(kinds) if of == "filtered"]:
-        some_R = on_device(filtered, logits_RV.device)
+    filtered = [row for row, of in enumerate(kinds) if of == "filtered"]
+    most = at_once("filtered", logits_RV.shape[-1])[-1]
+    for start in range(0, len(filtered), most):  # all rows of a round would take four times the logits' memory
+        some = filtered[start : start + most]
+        some_R = on_device(some, logits_RV.device)
         of_some = _of_rows(info, some_R)
-        know_kinds(of_some, ["filtered"] * len(filtered))
+        know_kinds(of_some, ["filtered"] * len(some))
         probs = torch.softmax(logits_RV[some_R] / of_some.temperatures, dim=-1)
         part, _ = sampler._sample_from_probs(probs, of_some, positions[some_R], False)
         tokens_R[some_R] = part.to(torch.int32)

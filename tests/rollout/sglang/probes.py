@@ -155,7 +155,8 @@ def abort_at(context: Any, length: int) -> None:
 
 @call
 def triton_rows(context: Any, _: object) -> list[int]:
-    """[rows that may run through Triton's attention, as SGLang makes it for this engine; requests that may run]."""
+    """[rows that may run through Triton's attention, as SGLang makes it for this engine; requests that may run; whether
+    it has a mask for verifications of SGLang's kind]."""
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup as setup
 
     runner = context._scheduler.tp_worker.model_runner
@@ -164,10 +165,12 @@ def triton_rows(context: Any, _: object) -> list[int]:
     try:
         runner.init_attention_backends()
         rows = len(runner.attn_backend.kv_indptr) - 1
+        runner.attn_backend.init_cuda_graph_state(1, 1)
+        masks = runner.attn_backend._verify_mask is not None
     finally:
         setup.attention_backends = chosen
         vars(runner).update(before)
-    return [rows, runner.req_to_token_pool.size]
+    return [rows, runner.req_to_token_pool.size, masks]
 
 
 @call

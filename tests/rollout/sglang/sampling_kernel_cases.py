@@ -102,9 +102,11 @@ class Sampler(sglang_sampler.Sampler):  # type: ignore[misc]
         vars(self).update(rl_on_policy_target=None, enable_deterministic=True, use_log_softmax_logprob=False)
         vars(self).update(use_ascend_backend=False)
         self.output_logprob_processor = sglang_sampler.OutputLogprobProcessor()
+        self.most_probs = 0  # rows whose probabilities there were at once
 
-    def _sample_from_probs(self, *args: Any) -> Any:
-        return sampling.sample_by_kind(sglang_sampler.Sampler._sample_from_probs, self, *args)
+    def _sample_from_probs(self, probs: torch.Tensor, *args: Any) -> Any:
+        self.most_probs = max(self.most_probs, len(probs))
+        return sampling.sample_by_kind(sglang_sampler.Sampler._sample_from_probs, self, probs, *args)
 
 
 def whole_sampler(rules: list[str]) -> dict[str, Any]:
@@ -117,13 +119,15 @@ def whole_sampler(rules: list[str]) -> dict[str, Any]:
         sampling.serves = lambda _, serves=serves: serves
         output = SimpleNamespace(next_token_logits=logits.clone(), next_token_logprobs=None)
         info, nothing = info_of(rules, temperatures, seeds), ([0] * len(rules), [None] * len(rules))
+        sampler = Sampler()
         tokens = sampling.sample_in_one_pass(
-            sglang_sampler.Sampler.forward, Sampler(), output, info, True, *nothing, positions, logprob_logits=None
+            sglang_sampler.Sampler.forward, sampler, output, info, True, *nothing, positions, logprob_logits=None
         )
         found.append((tokens.long(), output.next_token_logprobs))
     (tokens, logprobs), (ours, our_logprobs) = found
     same = tokens == ours
-    return {"others": int((~same).sum()), "error": float((logprobs - our_logprobs)[same].abs().max())}
+    error = float((logprobs - our_logprobs)[same].abs().max())
+    return {"others": int((~same).sum()), "error": error, "most_probs": sampler.most_probs}
 
 
 def main() -> None:

@@ -97,9 +97,11 @@ def test_all_options_side_by_side(speculating: Engine, engine: Engine) -> None:
 
 
 def test_attention_on_gpus_has_room_for_all_rows_of_a_round(speculating: Engine) -> None:
-    """Of Triton's attention, which is made here as for a GPU: no kernel of it runs."""
-    rows, requests = probe(speculating, "triton_rows")
+    """Of Triton's attention, which is made here as for a GPU: no kernel of it runs. It has no mask of all keys beside
+    them, which rows do not read."""
+    rows, requests, masks = probe(speculating, "triton_rows")
     assert rows == requests * (speculating.spec.speculation.max_window + 1)
+    assert not masks
 
 
 # Ends inside a chain

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from specactor.rollout.sglang.sampling import at_once
 from tests.lib.scripts import found_by
 
 pytestmark = pytest.mark.processes
@@ -41,3 +42,9 @@ def test_sglang_s_sampler_gives_the_same_tokens_and_log_probabilities(found: dic
     for name in ("mixed", "greedy", "plain"):
         assert found[name]["others"] == 0
         assert found[name]["error"] < 1e-6
+
+
+def test_probabilities_are_made_of_few_rows_at_once(found: dict[str, Any]) -> None:
+    """Those of all rows of a round, at large vocabularies, would not fit beside the logits."""
+    most = [found[name]["most_probs"] for name in ("mixed", "greedy", "plain")]
+    assert most == [at_once("filtered", 700)[-1], 0, 0]
