@@ -136,6 +136,7 @@ TILES = "tiles"
 """Our attention backend for GPUs: one product has up to eight rows of a request."""
 SPLIT = 256
 """Keys of a part of its attention: as many as SGLang's Triton backend has room for in its deterministic mode."""
+DRAFT_ROWS = 512  # of a draft model's pass over unseen tokens; its other passes have one row per text
 
 
 class Guarantee(NamedTuple):

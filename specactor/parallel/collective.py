@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import Store
 from specactor.config import ParallelConfig
 from specactor.errors import ConfigError, PeerFailedError
 from specactor.parallel.layout import Layout, own_device
-from specactor.parallel.seals import NONCE_BYTES, TAG_BYTES, Seals, job_key
+from specactor.parallel.seals import TAG_BYTES, Seals, job_key
 
 T = TypeVar("T")
 
@@ -188,7 +188,7 @@ class Collective:
         default, key = dist.group.WORLD, job_key()
         assert default is not None
         if key and default not in _sealed:
-            _sealed[default] = Seals(key, self.rank, self.gather_bytes(os.urandom(NONCE_BYTES)))
+            _sealed[default] = Seals(key, self.rank, self.gather_bytes(os.urandom(16)))
         return _sealed[default] if key else None
 
     def any(self, flag: bool) -> bool:

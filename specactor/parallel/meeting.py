@@ -36,10 +36,8 @@ MEET_S = 300.0
 CONNECT_S = 30.0  # longest wait for the launcher's store, which was there before this rank
 _PACKAGES = ("torch", "megatron-core", "mbridge", "sglang", "transformers")
 _TOKEN = "specactor/token"
-_ASK_AGAIN_S = 1.0
 # The variable that names the network interface between hosts; `meet` sets it where nobody did.
 INTERFACE = "GLOO_SOCKET_IFNAME"
-_ANY_PORT = 9
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,11 +117,11 @@ def _join(store: Store, own: Greeting, rank: int) -> tuple[str, str, list[Greeti
         try:
             token = store.get(_TOKEN).decode()
             store.set(f"{token}/{rank}", msgspec.json.encode(own).decode())
-            store.wait([f"{token}/verdict"], timedelta(seconds=_ASK_AGAIN_S))
+            store.wait([f"{token}/verdict"], timedelta(seconds=1.0))
             problem, ranks = msgspec.json.decode(store.get(f"{token}/verdict"), type=_Verdict)
             if own.nonce in {each.nonce for each in ranks}:
                 return token, problem, ranks
-            time.sleep(_ASK_AGAIN_S)
+            time.sleep(1.0)
         except DistStoreError:  # it was not there in time: another start may have begun meanwhile
             continue
         except DistNetworkError as error:
@@ -289,7 +287,7 @@ def leading_out(peers: Sequence[str]) -> str:
 def towards(peer: str) -> str:
     """Return the sender of a packet to that host, unsent, or ""."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]  # any port
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])

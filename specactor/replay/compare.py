@@ -17,8 +17,6 @@ from specactor.replay.records import BLOCK, RankWeights, SampleRecord, StepRecor
 Noise = Callable[[int, int, int], float]
 """(seed, position in the sequence, token) -> what the engine adds to the log-probability."""
 
-TIE = 1e-3  # scores with noise that are closer may swap by rounding: float32 kernels differ by 1e-5
-TIE_OF_BFLOAT16 = 0.1  # the same, where log-probabilities differ by some hundredths from kernel to kernel
 TIES = "a kernel's tie"  # the cause of such a difference
 SOME = "arithmetic of engines"  # where few responses differ
 OTHER_LAYOUT = "another layout of ranks: gradients are summed in another order, which rounds otherwise"
@@ -196,7 +194,8 @@ def _of_engines(
 def _sampler_cause(a: StepRecord, b: StepRecord, gap: float, *, is_usual: bool, at_once: bool) -> str:
     """Explain two tokens after equal ones with equal log-probabilities."""
     is_coarse = a.config.get("model", {}).get("dtype") == "bfloat16"
-    if abs(gap) < (TIE_OF_BFLOAT16 if is_coarse else TIE):
+    # Closer ones may swap by rounding: from kernel to kernel float32 differs by 1e-5, bfloat16 by some hundredths.
+    if abs(gap) < (0.1 if is_coarse else 1e-3):
         return TIES
     wrong = a if gap < 0 else b
     which = "the first run" if gap < 0 else "the second run"

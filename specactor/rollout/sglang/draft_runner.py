@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from specactor.config import EAGLE3_HEAD
+from specactor.config.rollout import DRAFT_ROWS
 from specactor.rollout.sglang import sampling
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, slot_range
-from specactor.rollout.sglang.gpu import MAX_ROWS, graph_sizes, on_device, rows_as_requests
+from specactor.rollout.sglang.gpu import graph_sizes, on_device, rows_as_requests
 from specactor.rollout.speculation.verification import common
 
 DRAFT_TEMPERATURE = 2 / 3
@@ -134,7 +135,7 @@ def load_alone(
         "log_level": "warning",
     }
     if torch.cuda.is_available():
-        arguments["cuda_graph_bs_decode"] = graph_sizes(max(MAX_ROWS, max_requests))
+        arguments["cuda_graph_bs_decode"] = graph_sizes(max(DRAFT_ROWS, max_requests))
     else:
         arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True}
         arguments["disable_cuda_graph"] = True
@@ -402,10 +403,10 @@ class DraftRunner:
         ]
         last = [row - 1 for row in accumulate(map(len, unseen))]
         pieces = []
-        for first in range(0, len(rows), MAX_ROWS):
-            tokens_R, texts_R, positions_R = torch.tensor(rows[first : first + MAX_ROWS], dtype=torch.int64).unbind(1)
+        for first in range(0, len(rows), DRAFT_ROWS):
+            tokens_R, texts_R, positions_R = torch.tensor(rows[first : first + DRAFT_ROWS], dtype=torch.int64).unbind(1)
             wanted = on_device(
-                [row - first for row in last if first <= row < first + MAX_ROWS], self._device, torch.int64
+                [row - first for row in last if first <= row < first + DRAFT_ROWS], self._device, torch.int64
             )
             tokens_R, table_R = on_device(tokens_R, self._device), batch.table[on_device(texts_R, self._device)]
             if len(wanted):

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from specactor.config import EAGLE3_HEAD
+from specactor.config.rollout import DRAFT_ROWS
 from specactor.cpu import sglang_ops
 from specactor.errors import EngineError
 from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner, is_mtp, num_features
-from specactor.rollout.sglang.gpu import MAX_ROWS
 
 _KV_CACHE = "kv_cache"  # SGLang's name of the memory that is given back with the KV pool
 MTP_WEIGHTS = "model.mtp_layers."  # how the names of an MTP layer's weights begin in Hugging Face format
@@ -40,7 +40,7 @@ class TargetStates:
         with head.token_to_kv_pool.memory_saver_adapter.region(_KV_CACHE):
             self._states_SF = torch.zeros(num_slots, wanted, dtype=head.dtype, device=head.device)
         self._table = target.req_to_token_pool.req_to_token
-        rows = max(MAX_ROWS, head.req_to_token_pool.size)
+        rows = max(DRAFT_ROWS, head.req_to_token_pool.size)
         self.own_RH = torch.zeros(rows, head.model_config.hidden_size, dtype=head.dtype, device=head.device)
         """Where a graph of the head reads its rows' hidden states, and leaves the head's own."""
         target.model.model.register_forward_hook(self._write, with_kwargs=True)
