@@ -6,7 +6,6 @@ training by at most `WANDB_INIT_S` and `WANDB_FINISH_S`.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from specactor.config import TrackingConfig
-from specactor.errors import SpecActorError
+from specactor.errors import SpecActorError, did_you_mean
 from specactor.parallel.devices import gpus
 
 Value = float | int | str
@@ -278,8 +277,7 @@ def _known(name: str) -> None:
     if family in ("accuracy", "score") and re.fullmatch(r"[A-Za-z0-9_-]+(/pass@[0-9]+)?", rest):
         return
     if name not in METRICS and rest not in _FAMILIES.get(family, ()):
-        nearest = difflib.get_close_matches(name, METRICS, n=1)
-        hint = f"Did you mean {nearest[0]}?" if nearest else "Add it, with its unit, to specactor.metrics.METRICS."
+        hint = did_you_mean(name, METRICS, "Add it, with its unit, to specactor.metrics.METRICS.")
         raise SpecActorError(f"metrics: got the unknown name {name!r}. {hint}")
 
 

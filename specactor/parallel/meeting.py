@@ -27,6 +27,7 @@ import psutil  # type: ignore[import-untyped]
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
+from specactor.config.rules import flat
 from specactor.errors import ConfigError, PeerFailedError
 from specactor.parallel.failure import TICKETS, Member
 from specactor.parallel.seals import KEY, job_key, mark
@@ -67,7 +68,7 @@ def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, ob
         machine=Member.here().machine,
         address=towards(head),
         program=program(),
-        settings=flat(config) | {KEY: repr(mark(job_key()))},
+        settings={name: repr(value) for name, value in (flat(config) | {KEY: mark(job_key())}).items()},
     )
     store = _connected(head, port)
     token, problem, ranks = _hold(store, own, world) if rank == 0 else _join(store, own, rank)
@@ -170,13 +171,6 @@ def program() -> str:
         digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
     versions = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
     return f"specactor {digest.hexdigest()} (python {platform.python_version()}, {versions})"
-
-
-def flat(config: Mapping[str, object], above: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, value in config.items():
-        found |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": repr(value)}
-    return found
 
 
 SILENT_S = 30.0  # a host not heard of for so long is lost

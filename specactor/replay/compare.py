@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from specactor.config.rules import flat
 from specactor.replay.records import BLOCK, RankWeights, SampleRecord, StepRecord
 
 Noise = Callable[[int, int, int], float]
@@ -73,19 +74,12 @@ def first_difference(
     return None
 
 
-def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return settings, by dotted path, that differ and can change a token or a weight."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in sorted({*a, *b}):
-        path = prefix + key
-        if any(path == name or path.startswith(name + ".") for name in NO_MATTER):
-            continue
-        x, y = a.get(key), b.get(key)
-        if isinstance(x, Mapping) and isinstance(y, Mapping):
-            found |= settings_that_differ(x, y, path + ".")
-        elif x != y:
-            found[path] = x, y
-    return found
+    ours, theirs = flat(a), flat(b)
+    pairs = {path: (ours.get(path), theirs.get(path)) for path in sorted({*ours, *theirs})}
+    may_matter = [path for path in pairs if not f"{path}.".startswith(tuple(f"{name}." for name in NO_MATTER))]
+    return {path: pairs[path] for path in may_matter if pairs[path][0] != pairs[path][1]}
 
 
 Pairs = list[tuple[SampleRecord, SampleRecord]]
