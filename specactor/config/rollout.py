@@ -7,7 +7,7 @@ than a plain round, of the same distribution.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 from specactor.config.rules import require, rules_of
 from specactor.config.speculation import INEXACT, SpeculationConfig
@@ -139,18 +139,14 @@ SPLIT = 256
 DRAFT_ROWS = 512  # of a draft model's pass over unseen tokens; its other passes have one row per text
 
 
-class Guarantee(NamedTuple):
-    arithmetic: str  # rows (a product for each), tiles, or the backend whose own kernel it is
-    promise: str
-
-
-def guarantee(engine: EngineConfig, *, gpu: bool, dtype: str) -> Guarantee:
-    """Return what these engines promise: equal bits where tests have shown them, on CPUs in float32."""
+def guarantee(engine: EngineConfig, *, gpu: bool, dtype: str) -> tuple[str, str]:
+    """Return an engine's arithmetic (rows: a product for each; tiles; or the backend whose own kernel it is), and what
+    it promises: equal bits where tests have shown them, on CPUs in float32."""
     default = "" if gpu else "torch_native"
     backend = engine.attention.get("attention_backend", default)
     ours = {TILES: "tiles"} if gpu else {"torch_native": "rows"}
     arithmetic = ours.get(backend, f"{backend or 'SGLang'}'s own kernel")
-    return Guarantee(arithmetic, SAME_BITS if arithmetic == "rows" and dtype == "float32" else SAME_LAW)
+    return arithmetic, SAME_BITS if arithmetic == "rows" and dtype == "float32" else SAME_LAW
 
 
 def check_attention(engine: EngineConfig, *, gpu: bool) -> None:

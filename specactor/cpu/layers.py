@@ -22,8 +22,6 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-MAX_WASTE = 0.3  # most padding of a bucket; one call per bucket takes 0.4 of a loop over 64 sequences of 30-60 tokens
-
 
 @dataclass(frozen=True)
 class Bucket:
@@ -48,7 +46,8 @@ def bucket_lengths(lengths: list[int]) -> list[list[int]]:
         if buckets:
             longest = lengths[buckets[-1][0]]
             room = longest * (len(buckets[-1]) + 1)
-            if real + lengths[index] >= (1 - MAX_WASTE) * room:
+            # At most 30 % is padding: one call per bucket takes 0.4 of a loop over 64 sequences of 30-60 tokens.
+            if real + lengths[index] >= 0.7 * room:
                 buckets[-1].append(index)
                 real += lengths[index]
                 continue

@@ -207,7 +207,7 @@ class Collective:
         while True:
             wait([own], HEARTBEAT_S)
             state = _RUNNING if not own.done() else _FAILED if own.exception() is not None else _DONE
-            states = self._gather_states(state)
+            states = self.gather(state, int)
             if _FAILED in states:
                 self._fail(phase, own)
             if all(state == _DONE for state in states):
@@ -231,11 +231,6 @@ class Collective:
             raise error
         rank = next(i for i, cause in enumerate(causes) if cause)
         raise PeerFailedError(f"{phase}: rank {rank} failed: {causes[rank]}")
-
-    def _gather_states(self, state: int) -> list[int]:
-        parts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(parts, torch.tensor([state], dtype=torch.int64), group=control_group())
-        return [int(part) for part in parts]
 
 
 def _see(path: Path, rank: int) -> None:

@@ -174,7 +174,8 @@ def _plan(run: Path, what: Replay, first: int) -> str:
 
 def _guarantee(config: Config) -> str:
     gpu = torch.cuda.is_available()
-    if guarantee(config.rollout.engine, gpu=gpu, dtype=config.model.dtype).promise == SAME_BITS:
+    _, promise = guarantee(config.rollout.engine, gpu=gpu, dtype=config.model.dtype)
+    if promise == SAME_BITS:
         return "same bits (float32 on CPUs), on any number of engines, with or without speculation"
     return "same law; where two tokens score within rounding of each other, the other one may be emitted"
 

@@ -41,7 +41,6 @@ from specactor.rollout.frames import Failed, ProtocolError, is_final
 from specactor.rollout.speculation.costs import Point
 from specactor.trace import Recorder
 
-IDLE_S = 0.5  # between two looks at the parent and at engines that have fallen silent
 MAX_LANES = 256  # requests per call of the continuer
 
 _LOG = logging.getLogger(__name__)
@@ -150,7 +149,8 @@ class DrafterLoop:
         """Wait for something to do; return those of `files` that are readable."""
         if self.asleep:
             return list(select.select(files, [], [])[0])
-        return self._hub.wait(0.0 if self.busy else IDLE_S, files)
+        # Twice a second it looks whether its parent is there, and which engines have fallen silent.
+        return self._hub.wait(0.0 if self.busy else 0.5, files)
 
     def sleep(self) -> State:
         if not self.asleep:
