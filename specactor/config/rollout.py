@@ -228,9 +228,4 @@ class RolloutConfig:
         rule("stop", all(self.stop), "texts that are not empty", "Leave the empty one out.")
         rule("noise_visits", self.noise_visits >= 1, ">= 1", "Use 1 for fresh noise at every visit.")
         rule("max_new_tokens", self.max_new_tokens >= 1, ">= 1", "Ask for at least one token.")
-        rule(
-            "environment_timeout_s",
-            self.environment_timeout_s > 0,
-            "> 0",
-            "Give environments time to answer.",
-        )
+        rule("environment_timeout_s", self.environment_timeout_s > 0, "> 0", "Give environments time to answer.")

@@ -26,13 +26,7 @@ REQUESTS = tuple(
 
 class Roofline:
     def __init__(
-        self,
-        shape: TransformerShape,
-        device: Device,
-        *,
-        devices: int,
-        context: int,
-        keys_once: bool = False,
+        self, shape: TransformerShape, device: Device, *, devices: int, context: int, keys_once: bool = False
     ) -> None:
         """`context` is a mean of tokens in the KV cache; `keys_once` reads keys once per request, not per row."""
         assert 1 <= devices <= device.node_devices, f"{devices} of a node of {device.name}"

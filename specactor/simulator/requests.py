@@ -93,11 +93,7 @@ def draw(lengths: Lengths, *, prompts: int, group_size: int, seed: Sequence[int]
     assert min(prompts, group_size) >= 1, (prompts, group_size)
     rng = np.random.default_rng(list(seed))
     group_N = np.repeat(np.arange(prompts, dtype=np.int64), group_size)
-    return Requests(
-        lengths=lengths.draw(rng, group_N),
-        groups=group_N,
-        odds=np.exp(rng.standard_normal(len(group_N))),
-    )
+    return Requests(lengths=lengths.draw(rng, group_N), groups=group_N, odds=np.exp(rng.standard_normal(len(group_N))))
 
 
 def survivals(method: Method, odds_B: Floats, tokens_B: Floats, *, window: int, age: int) -> Floats:

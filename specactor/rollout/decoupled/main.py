@@ -26,16 +26,7 @@ import msgspec
 from specactor.rollout import frames
 from specactor.rollout.decoupled.drafter_side import Continuer, MirroredRequests
 from specactor.rollout.decoupled.protocol import Drops
-from specactor.rollout.decoupled.spec import (
-    TO_DRAFTER,
-    Ask,
-    DrafterSpec,
-    FromDrafter,
-    Start,
-    State,
-    ToDrafter,
-    Work,
-)
+from specactor.rollout.decoupled.spec import TO_DRAFTER, Ask, DrafterSpec, FromDrafter, Start, State, ToDrafter, Work
 from specactor.rollout.decoupled.transport import Hub, Keys, new_session
 from specactor.rollout.frames import Failed, ProtocolError, is_final
 from specactor.rollout.speculation.costs import Point
