@@ -28,6 +28,8 @@ from specactor.rollout.tail import BorrowedDevices
 from specactor.rollout.waiting import Waiting
 from specactor.types import RolloutRequest, Trajectory
 
+REPORT_TOKENS = 64  # an engine reports a running request every so many tokens
+
 POLL_S = 0.02  # between two looks at what other ranks have told
 
 
@@ -39,7 +41,7 @@ class Driver:
         engines: Sequence[Engine],
         *,
         notify: Callable[[Trajectory], None],
-        report_tokens: int,
+        report_tokens: int = REPORT_TOKENS,
         is_enough: Callable[[int], bool] | None = None,
         drafters: DrafterPool | None = None,
         conversations: Conversations | None = None,

@@ -18,7 +18,7 @@ from specactor.errors import EngineError
 from specactor.rollout.child_process import ChildDied, StartRefusedError
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.drafter_pool import DrafterPool
-from specactor.rollout.driver import Driver
+from specactor.rollout.driver import REPORT_TOKENS, Driver
 from specactor.rollout.refill import Refill
 from specactor.rollout.requests import assign, merge
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec
@@ -46,12 +46,12 @@ class EnginePool:
         self,
         specs: Sequence[EngineSpec],
         *,
-        report_tokens: int = 64,
+        report_tokens: int = REPORT_TOKENS,
         drafters: DrafterPool | None = None,
         restart_limit_s: float = 300.0,
     ) -> None:
-        """Start all engines, if any; `wait_ready` waits for them. They report a running request every
-        `report_tokens` tokens. `restart_lost` takes at most `restart_limit_s`, for which other ranks wait."""
+        """Start all engines, if any; `wait_ready` waits for them. `restart_lost` takes at most `restart_limit_s`, for
+        which other ranks wait."""
         self._restart_limit_s = restart_limit_s
         self.drafters = drafters if drafters is not None else DrafterPool([])
         self.report_tokens = report_tokens
