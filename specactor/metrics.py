@@ -13,6 +13,7 @@ import re
 import uuid
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ WANDB_INIT_S = 30
 WANDB_FINISH_S = 60  # longest waits when a run starts and ends; uploads run in another process in between
 
 
-class Tracker:
+class Tracker(AbstractContextManager["Tracker"]):
     """Writes on rank 0. Lines after ``resume_step``, or cut short, are removed; 0 starts anew."""
 
     def __init__(
@@ -189,9 +190,6 @@ class Tracker:
         self._run = _start_wandb(run_dir, config_json, tracking, resuming=resume_step > 0)
         self._wandb_least = self._run.starting_step if self._run is not None else 0
         self._wandb_step = self._wandb_least - 1  # of the last row
-
-    def __enter__(self) -> Tracker:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(exit_code=0 if kind is None else 1)

@@ -65,7 +65,7 @@ class _Conversation:
     abandoned: bool = False  # the thread that has the loop is to close it
 
 
-class Conversations:
+class Conversations(contextlib.AbstractContextManager["Conversations"]):
     """All of one rank and rollout, called from one thread."""
 
     def __init__(
@@ -96,9 +96,6 @@ class Conversations:
                 one.session = Session(request, self._tokenizer, max_prompt_tokens=self._longest)
                 self._endpoint = self._endpoint or Endpoint()
             self._open[request.request_id] = one
-
-    def __enter__(self) -> Conversations:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for name in list(self._open):

@@ -36,7 +36,7 @@ SILENT_LIMIT_S = 60.0
 _LOG = logging.getLogger(__name__)
 
 
-class DrafterPool:
+class DrafterPool(contextlib.AbstractContextManager["DrafterPool"]):
     def __init__(self, specs: Sequence[DrafterSpec], *, on_gpus: bool = False) -> None:
         """Start all. `on_gpus`: starting one takes GPU memory."""
         self._on_gpus = on_gpus
@@ -57,9 +57,6 @@ class DrafterPool:
         except BaseException:
             self.stop()
             raise
-
-    def __enter__(self) -> DrafterPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -78,7 +78,7 @@ class _Asked:
         self.verdict.set_result(Scored(job=0, failure=f"{kind}: verifier {self.job.problem.verifier}: {why}"))
 
 
-class Grading:
+class Grading(contextlib.AbstractContextManager["Grading"]):
     """A rank's verifier processes, started when needed."""
 
     def __init__(self, *, timeout_s: float, log_file: str = os.devnull, most: int = 8) -> None:
@@ -93,9 +93,6 @@ class Grading:
         self._hung: Counter[str] = Counter()
         self._threads: list[threading.Thread] = []
         self._children: list[ChildProcess[FromGrader]] = []
-
-    def __enter__(self) -> Grading:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

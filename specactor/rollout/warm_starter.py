@@ -83,7 +83,7 @@ class Forked:
         return bool(waiting.poll(1000 * timeout_s))
 
 
-class WarmStarter:
+class WarmStarter(contextlib.AbstractContextManager["WarmStarter"]):
     """The starter, as a context; `fork` finds it by the environment variable `NAME`."""
 
     def __init__(self, name: str, *, starts: bool = True) -> None:
@@ -109,9 +109,6 @@ class WarmStarter:
                 pass_fds=[listener.fileno()],
                 start_new_session=True,  # a signal to the terminal is for its owner
             )
-
-    def __enter__(self) -> WarmStarter:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
