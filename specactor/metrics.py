@@ -181,7 +181,7 @@ class Tracker(AbstractContextManager["Tracker"]):
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
-        _write_whole(run_dir / "config.json", json.dumps(config_json, indent=2) + "\n")
+        write_whole(run_dir / "config.json", json.dumps(config_json, indent=2) + "\n")
         self._metrics = run_dir / "metrics.jsonl"
         kept = _cut(self._metrics, resume_step)
         self._last: dict[str, Any] = json.loads(kept[-1]) if kept else {}  # line of the file
@@ -218,13 +218,13 @@ class Tracker(AbstractContextManager["Tracker"]):
         step = self._last["step"]
         self._last |= _line(step, metrics)
         self._file.close()
-        _write_whole(self._metrics, "".join([*_whole_lines(self._metrics)[:-1], json.dumps(self._last) + "\n"]))
+        write_whole(self._metrics, "".join([*_whole_lines(self._metrics)[:-1], json.dumps(self._last) + "\n"]))
         self._file = self._metrics.open("a")
         self._wandb_step = max(self._wandb_step, self._wandb_least)  # the row of `log`, unless another process wrote it
         self._to_wandb(lambda run: run.log({"step": step, **metrics}, step=self._wandb_step))
 
     def summary(self, values: Mapping[str, Value]) -> None:
-        _write_whole(
+        write_whole(
             self.run_dir / "summary.json", json.dumps({k: _finite(v) for k, v in values.items()}, indent=2) + "\n"
         )
         self._to_wandb(lambda run: run.summary.update(dict(values)))
@@ -300,15 +300,15 @@ def _whole_lines(file: Path) -> list[str]:
 
 def _cut(file: Path, resume_step: int) -> list[str]:
     kept = [line for line in _whole_lines(file) if resume_step and json.loads(line)["step"] <= resume_step]
-    _write_whole(file, "".join(kept))
+    write_whole(file, "".join(kept))
     return kept
 
 
-def _write_whole(file: Path, text: str) -> None:
-    """A crash leaves the old file or the new one."""
+def write_whole(file: Path, content: str | bytes) -> None:
+    """Write a file; a crash leaves the old one or the new one."""
     fresh = file.with_name(file.name + ".tmp")
-    with fresh.open("w") as handle:
-        handle.write(text)
+    with fresh.open("wb") as handle:
+        handle.write(content.encode() if isinstance(content, str) else content)
         handle.flush()
         os.fsync(handle.fileno())
     fresh.replace(file)
