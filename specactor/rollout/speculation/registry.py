@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 
-from specactor.config import DRAFTERS, SpeculationConfig
-from specactor.config.speculation import MTP, kind_of
+from specactor.config import SpeculationConfig
+from specactor.config.speculation import DRAFTERS, MTP, kind_of
 from specactor.errors import ConfigError, did_you_mean
 from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
