@@ -99,12 +99,16 @@ def _there(head: Trajectory, values: Sequence[Sequence[tuple[str, int]]], rank: 
 
 def fetch(samples: Sequence[Sample], wanted: Iterable[int], fields: Sequence[str]) -> list[Sample]:
     """Return the samples, with `fields` of `wanted` ones and their branches. Collective."""
-    parts: list[list[Any]] = [[sample, *getattr(sample, "branches", ())] for sample in samples]
+    parts = list(map(_with_branches, samples))
     owners = chain(*([i] * len(part) for i, part in enumerate(parts)))
     asked = {*wanted}
     found = iter(_fetch(list(chain(*parts)), [n for n, i in enumerate(owners) if i in asked], fields))
     come = [[next(found) for _ in part] for part in parts]
     return [replace(part[0], branches=tuple(part[1:])) if part[1:] else part[0] for part in come]
+
+
+def _with_branches(sample: Sample) -> list[Any]:
+    return [sample, *getattr(sample, "branches", ())]
 
 
 def _fetch(samples: Sequence[Sample], wanted: Iterable[int], fields: Sequence[str]) -> list[Sample]:
