@@ -26,7 +26,13 @@ REQUESTS = tuple(
 
 class Roofline:
     def __init__(
-        self, shape: TransformerShape, device: Device, *, devices: int, context: int, keys_once: bool = False
+        self,
+        shape: TransformerShape,
+        device: Device,
+        *,
+        devices: int,
+        context: int,
+        keys_once: bool = False,
     ) -> None:
         """`context` is a mean of tokens in the KV cache; `keys_once` reads keys once per request, not per row."""
         assert 1 <= devices <= device.node_devices, f"{devices} of a node of {device.name}"
@@ -175,17 +181,15 @@ def from_figures(
     options = []
     for d in drafters:
         rooflines = [Roofline(d, device, devices=g, context=context) for g in drafter_sizes]
-        engines = tuple(
-            DrafterEngine(
-                devices=roofline.devices,
-                seconds=draft_grid(roofline, max_window=most["max_window"] + 1, max_requests=max_requests),
-                capacity_bytes=roofline.capacity_bytes,
-            )
-            for roofline in rooflines
-        )
+        engines = tuple(_drafter_engine(roofline, **most) for roofline in rooflines)
         footprint = _footprint(d, context)
         options.append(DrafterOption(name=d.name, survival=survivals[d.name], engines=engines, footprint=footprint))
     return Candidates(verifiers=tuple(verifiers), drafters=tuple(options))
+
+
+def _drafter_engine(roofline: Roofline, *, max_window: int, max_requests: int) -> DrafterEngine:
+    grid = draft_grid(roofline, max_window=max_window + 1, max_requests=max_requests)
+    return DrafterEngine(devices=roofline.devices, seconds=grid, capacity_bytes=roofline.capacity_bytes)
 
 
 def _footprint(shape: TransformerShape, context: int) -> Footprint:
