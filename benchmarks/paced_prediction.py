@@ -20,7 +20,7 @@ from benchmarks.plots import number
 from specactor.planning.plans import Candidates, Cluster, DrafterEngine, DrafterOption, VerifierOption
 from specactor.rollout.speculation.costs import CostTable
 from specactor.simulator.decide import Policy
-from specactor.simulator.requests import EQUAL, Method, Requests, World
+from specactor.simulator.requests import Method, Requests, World
 from specactor.simulator.rollout import simulate
 
 DRAFTER = "dialled"
@@ -62,6 +62,9 @@ class Known:
             lengths.append(len(right))
             lucks.append(fmean(luck(right, rates[-1], window) for window in WINDOWS))
         return cls(rates=np.array(rates), lucks=np.array(lucks), lengths=np.array(lengths))
+
+
+EQUAL = 1e-9  # variance of rounds that all emit as much
 
 
 def luck(right: Sequence[bool], rate: float, window: int) -> float:

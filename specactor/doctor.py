@@ -62,6 +62,13 @@ class Finding:
     remedy: str = ""
     fatal: bool = False  # whether no run can start
 
+    @classmethod
+    def of(cls, component: str, found: str, ok: bool, remedy: str, *, used: str = "", fatal: bool = False) -> Finding:
+        """Return a finding that has a remedy, and is `used` or `fatal`, unless it is `ok`."""
+        if ok:
+            return cls(component=component, found=found)
+        return cls(component=component, found=found, used=used, remedy=remedy, fatal=fatal)
+
 
 def examine(config: Config | None, environ: Mapping[str, str]) -> list[Finding]:
     devices = detect(environ)
@@ -99,7 +106,7 @@ def report(findings: list[Finding], console: Console) -> int:
 def _python() -> Finding:
     found = ".".join(map(str, sys.version_info[:3]))
     ok = (3, 11) <= sys.version_info[:2] < (3, 13)
-    return Finding(component="Python", found=found, fatal=not ok, remedy="" if ok else "Use Python 3.11 or 3.12.")
+    return Finding.of("Python", found, ok, "Use Python 3.11 or 3.12.", fatal=True)
 
 
 def pinned() -> list[Finding]:
@@ -170,39 +177,25 @@ def _requirement(need: Requirement, version: str, ok: bool) -> Finding:
     flag = "" if need.name == "torch" else "--no-deps "
     remedy = f"{sys.executable} -m pip install {flag}'{need.name}{need.specifier}'"
     expected = "" if ok else f", expected {need.specifier}"
-    return Finding(component=need.name, found=version + expected, fatal=not ok, remedy="" if ok else remedy)
+    return Finding.of(need.name, version + expected, ok, remedy, fatal=True)
 
 
 def plugin() -> Finding:
     names = [point.name for point in metadata.entry_points(group="sglang.srt.plugins")]
-    ok = "specactor" in names
-    return Finding(
-        component="SGLang plugin",
-        found="registered" if ok else "not registered",
-        fatal=not ok,
-        remedy="" if ok else f"{sys.executable} -m pip install --no-deps -e . (in the repository)",
-    )
+    ok, remedy = "specactor" in names, f"{sys.executable} -m pip install --no-deps -e . (in the repository)"
+    return Finding.of("SGLang plugin", "registered" if ok else "not registered", ok, remedy, fatal=True)
 
 
 def _hardware(devices: Devices) -> list[Finding]:
     memory = devices.memory_bytes
-    low = memory < MIN_MEMORY_BYTES
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # ranks raise the soft limit to this one
-    few = files < MIN_OPEN_FILES
+    larger = f"Use a machine with at least {MIN_MEMORY_BYTES // GIB} GiB."
+    more = f"Raise the hard limit to {MIN_OPEN_FILES} (ulimit -Hn, systemd's LimitNOFILE)."
+    used, enough = "jobs of some hundred ranks", files >= MIN_OPEN_FILES
     findings = [
         Finding(component="CPU", found=f"{devices.cores} cores"),
-        Finding(
-            component="memory",
-            found=f"{memory / GIB:.1f} GiB",
-            fatal=low,
-            remedy=f"Use a machine with at least {MIN_MEMORY_BYTES // GIB} GiB." if low else "",
-        ),
-        Finding(
-            component="open files",
-            found=f"{files} for a process",
-            used="jobs of some hundred ranks" if few else "",
-            remedy=f"Raise the hard limit to {MIN_OPEN_FILES} (ulimit -Hn, systemd's LimitNOFILE)." if few else "",
-        ),
+        Finding.of("memory", f"{memory / GIB:.1f} GiB", memory >= MIN_MEMORY_BYTES, larger, fatal=True),
+        Finding.of("open files", f"{files} for a process", enough, more, used=used),
     ]
     if not devices.gpus:
         return [*findings, Finding(component="GPU", found="none", used="CPU platform: gloo, float32, shared memory")]
@@ -242,16 +235,8 @@ def _optional(devices: Devices) -> list[Finding]:
             text = f"{package.version}, broken: {package.problem}" if broken else package.problem or "missing"
             worth_it = gpu or module == "deepspeed"
             findings.append(Finding(component=module, found=text, used=used, remedy=install if worth_it else ""))
-    key = devices.wandb_key
-    findings.append(
-        Finding(
-            component="wandb key",
-            found="present" if key else "none",
-            used="" if key else "offline runs, in the run's folder",
-            remedy="" if key else "wandb login",
-        )
-    )
-    return findings
+    key, used = devices.wandb_key, "offline runs, in the run's folder"
+    return [*findings, Finding.of("wandb key", "present" if key else "none", key, "wandb login", used=used)]
 
 
 def _places(config: Config | None) -> list[Finding]:
@@ -275,13 +260,13 @@ def checkpoints(config: Config, free_bytes: int) -> list[Finding]:
     except SpecActorError:
         return []
     together = config.checkpoint.keep + 1  # the oldest is removed when the newest is whole
-    low = together * each > free_bytes
     return [
-        Finding(
-            component="checkpoints",
-            found=f"{together} of {each / GIB:.1f} GiB beside each other (draft models apart)",
-            used="the room that is there: a run ends where it is full" if low else "",
-            remedy="Free some, lower --checkpoint.keep, or choose another --output-dir." if low else "",
+        Finding.of(
+            "checkpoints",
+            f"{together} of {each / GIB:.1f} GiB beside each other (draft models apart)",
+            together * each <= free_bytes,
+            "Free some, lower --checkpoint.keep, or choose another --output-dir.",
+            used="the room that is there: a run ends where it is full",
         )
     ]
 
@@ -297,13 +282,13 @@ def host_memory(config: Config, devices: int, memory_bytes: int) -> list[Finding
         return []
     most = max(map(needed.of, PHASES))
     usual = max(needed.of(phase, without=("checkpoint",)) for phase in PHASES)
-    low = most > memory_bytes
     return [
-        Finding(
-            component="host memory",
-            found=f"{usual / GIB:.0f} GiB needed, {most / GIB:.0f} at a checkpoint, by a host of {ranks} ranks in all",
-            used=f"the {memory_bytes / GIB:.0f} that are there: the system ends a run that wants more" if low else "",
-            remedy="Give the job all of the host's (Slurm: --mem=0), or use more hosts: specactor plan." if low else "",
+        Finding.of(
+            "host memory",
+            f"{usual / GIB:.0f} GiB needed, {most / GIB:.0f} at a checkpoint, by a host of {ranks} ranks in all",
+            most <= memory_bytes,
+            "Give the job all of the host's (Slurm: --mem=0), or use more hosts: specactor plan.",
+            used=f"the {memory_bytes / GIB:.0f} that are there: the system ends a run that wants more",
         )
     ]
 
@@ -314,7 +299,7 @@ def room(component: str, folder: Path, need_bytes: int, remedy: str) -> Finding:
     free = shutil.disk_usage(folder).free
     ok = free >= need_bytes
     found = f"{free / GIB:.1f} GiB free in {folder}" + ("" if ok else f", expected {need_bytes / GIB:.2f} GiB")
-    return Finding(component=component, found=found, fatal=not ok, remedy="" if ok else remedy)
+    return Finding.of(component, found, ok, remedy, fatal=True)
 
 
 def _existing(folder: Path) -> Path:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class SpecActorError(Exception):
     """All errors that are raised on purpose derive from this one."""
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, prefix: str = "") -> str:
+    """Return the remedy for an unknown name: the nearest of those that are known, or else `otherwise`."""
+    nearest = difflib.get_close_matches(name, [*known], n=1)
+    return f"Did you mean {prefix}{nearest[0]}?" if nearest else otherwise
 
 
 class ConfigError(SpecActorError, ValueError):

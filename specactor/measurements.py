@@ -190,10 +190,7 @@ def _of_drafter(counts: Counts, rounds: int) -> dict[str, float]:
 
 def of_time(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
     spent = {f"time/{phase}_s": value for phase, value in seconds.items()}
-    rates = {
-        "rollout/tokens_per_s": ("rollout/tokens", "rollout"),
-        "train/tokens_per_s": ("train/tokens", "train"),
-    }
+    rates = {"rollout/tokens_per_s": ("rollout/tokens", "rollout"), "train/tokens_per_s": ("train/tokens", "train")}
     busy_s, processes = (metrics.get(f"speculation/decoupled/{name}", 0.0) for name in ("busy_s", "processes"))
     if processes and seconds.get("rollout"):
         spent["speculation/decoupled/utilisation"] = busy_s / (processes * seconds["rollout"])

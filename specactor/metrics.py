@@ -6,7 +6,6 @@ training by at most `WANDB_INIT_S` and `WANDB_FINISH_S`.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -14,13 +13,14 @@ import re
 import uuid
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 from specactor.config import TrackingConfig
-from specactor.errors import SpecActorError
+from specactor.errors import SpecActorError, did_you_mean
 from specactor.parallel.devices import gpus
 
 Value = float | int | str
@@ -173,7 +173,7 @@ WANDB_INIT_S = 30
 WANDB_FINISH_S = 60  # longest waits when a run starts and ends; uploads run in another process in between
 
 
-class Tracker:
+class Tracker(AbstractContextManager["Tracker"]):
     """Writes on rank 0. Lines after ``resume_step``, or cut short, are removed; 0 starts anew."""
 
     def __init__(
@@ -181,7 +181,7 @@ class Tracker:
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
-        _write_whole(run_dir / "config.json", json.dumps(config_json, indent=2) + "\n")
+        write_whole(run_dir / "config.json", json.dumps(config_json, indent=2) + "\n")
         self._metrics = run_dir / "metrics.jsonl"
         kept = _cut(self._metrics, resume_step)
         self._last: dict[str, Any] = json.loads(kept[-1]) if kept else {}  # line of the file
@@ -190,9 +190,6 @@ class Tracker:
         self._run = _start_wandb(run_dir, config_json, tracking, resuming=resume_step > 0)
         self._wandb_least = self._run.starting_step if self._run is not None else 0
         self._wandb_step = self._wandb_least - 1  # of the last row
-
-    def __enter__(self) -> Tracker:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(exit_code=0 if kind is None else 1)
@@ -221,13 +218,13 @@ class Tracker:
         step = self._last["step"]
         self._last |= _line(step, metrics)
         self._file.close()
-        _write_whole(self._metrics, "".join([*_whole_lines(self._metrics)[:-1], json.dumps(self._last) + "\n"]))
+        write_whole(self._metrics, "".join([*_whole_lines(self._metrics)[:-1], json.dumps(self._last) + "\n"]))
         self._file = self._metrics.open("a")
         self._wandb_step = max(self._wandb_step, self._wandb_least)  # the row of `log`, unless another process wrote it
         self._to_wandb(lambda run: run.log({"step": step, **metrics}, step=self._wandb_step))
 
     def summary(self, values: Mapping[str, Value]) -> None:
-        _write_whole(
+        write_whole(
             self.run_dir / "summary.json", json.dumps({k: _finite(v) for k, v in values.items()}, indent=2) + "\n"
         )
         self._to_wandb(lambda run: run.summary.update(dict(values)))
@@ -278,8 +275,7 @@ def _known(name: str) -> None:
     if family in ("accuracy", "score") and re.fullmatch(r"[A-Za-z0-9_-]+(/pass@[0-9]+)?", rest):
         return
     if name not in METRICS and rest not in _FAMILIES.get(family, ()):
-        nearest = difflib.get_close_matches(name, METRICS, n=1)
-        hint = f"Did you mean {nearest[0]}?" if nearest else "Add it, with its unit, to specactor.metrics.METRICS."
+        hint = did_you_mean(name, METRICS, "Add it, with its unit, to specactor.metrics.METRICS.")
         raise SpecActorError(f"metrics: got the unknown name {name!r}. {hint}")
 
 
@@ -304,15 +300,15 @@ def _whole_lines(file: Path) -> list[str]:
 
 def _cut(file: Path, resume_step: int) -> list[str]:
     kept = [line for line in _whole_lines(file) if resume_step and json.loads(line)["step"] <= resume_step]
-    _write_whole(file, "".join(kept))
+    write_whole(file, "".join(kept))
     return kept
 
 
-def _write_whole(file: Path, text: str) -> None:
-    """A crash leaves the old file or the new one."""
+def write_whole(file: Path, content: str | bytes) -> None:
+    """Write a file; a crash leaves the old one or the new one."""
     fresh = file.with_name(file.name + ".tmp")
-    with fresh.open("w") as handle:
-        handle.write(text)
+    with fresh.open("wb") as handle:
+        handle.write(content.encode() if isinstance(content, str) else content)
         handle.flush()
         os.fsync(handle.fileno())
     fresh.replace(file)

@@ -32,7 +32,7 @@ import tyro
 from tyro import _errors as tyro_errors
 
 from specactor.config import Config
-from specactor.errors import ConfigError
+from specactor.errors import ConfigError, did_you_mean
 from specactor.parallel.failure import tell_launcher
 
 if TYPE_CHECKING:
@@ -257,8 +257,7 @@ def _whole(tree: Tree) -> Tree:
 def _refuse_unknown(given: Mapping[str, Any], known: Mapping[str, Any], prefix: str) -> None:
     for key, value in given.items():
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"Did you mean {prefix}{nearest[0]}?" if nearest else "Remove it."
+            hint = did_you_mean(key, known, "Remove it.", prefix=prefix)
             raise ConfigError(f"config: unknown key {prefix}{key}. {hint}")
         if isinstance(value, Mapping) and isinstance(known[key], Mapping):
             _refuse_unknown(value, known[key], f"{prefix}{key}.")
@@ -303,8 +302,7 @@ def _module(where: str) -> ModuleType:
         known = recipes()
         if where in known:
             return importlib.import_module(f"examples.{where}")
-        nearest = difflib.get_close_matches(where, known, n=1)
-        hint = f"Did you mean {nearest[0]}?" if nearest else "Or give a file.py[:function]."
+        hint = did_you_mean(where, known, "Or give a file.py[:function].")
         raise ConfigError.at("RECIPE", where, f"one of {', '.join(known)}", hint)
     file = Path(where).resolve()
     if not file.is_file():

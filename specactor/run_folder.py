@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from specactor.config import Config
+from specactor.config.rules import flat
 from specactor.errors import CheckpointError, ConfigError
 from specactor.trace import Span, chrome_trace
 from specactor.trainer import checkpoint
@@ -129,7 +130,9 @@ def changed_settings(checkpoint_dir: Path, config: dict[str, Any]) -> list[str]:
     if not isinstance(before, dict):
         return []
     of_place = dict.fromkeys(("name", "output_dir", "resume"))
-    return list(_differences(before | of_place, config | of_place))
+    old, new = flat(before | of_place), flat(config | of_place)
+    pairs = ((name, old.get(name, "nothing"), new.get(name, "nothing")) for name in old | new)
+    return [f"{name} {was} -> {now}" for name, was, now in pairs if was != now]
 
 
 def _last_resume(folder: RunFolder) -> object:
@@ -138,15 +141,6 @@ def _last_resume(folder: RunFolder) -> object:
         return json.loads((folder.root / "config.json").read_text())["resume"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    for name in {**before, **now}:
-        old, new = (each.get(name, "nothing") for each in (before, now))
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _differences(old, new, f"{above}{name}.")
-        elif old != new:
-            yield f"{above}{name} {old} -> {new}"
 
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Path | None:

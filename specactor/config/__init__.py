@@ -16,7 +16,6 @@ from specactor.config.run import ModelConfig as ModelConfig
 from specactor.config.run import ParallelConfig as ParallelConfig
 from specactor.config.run import TinyModelConfig as TinyModelConfig
 from specactor.config.run import TrackingConfig as TrackingConfig
-from specactor.config.speculation import DRAFTERS as DRAFTERS
 from specactor.config.speculation import EAGLE3_HEAD as EAGLE3_HEAD
 from specactor.config.speculation import MAX_WINDOW as MAX_WINDOW
 from specactor.config.speculation import SpeculationConfig as SpeculationConfig

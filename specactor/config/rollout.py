@@ -7,7 +7,7 @@ than a plain round, of the same distribution.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 from specactor.config.rules import require, rules_of
 from specactor.config.speculation import INEXACT, SpeculationConfig
@@ -139,20 +139,17 @@ TILES = "tiles"
 """Our attention backend for GPUs: one product has up to eight rows of a request."""
 SPLIT = 256
 """Keys of a part of its attention: as many as SGLang's Triton backend has room for in its deterministic mode."""
+DRAFT_ROWS = 512  # of a draft model's pass over unseen tokens; its other passes have one row per text
 
 
-class Guarantee(NamedTuple):
-    arithmetic: str  # rows (a product for each), tiles, or the backend whose own kernel it is
-    promise: str
-
-
-def guarantee(engine: EngineConfig, *, gpu: bool, dtype: str) -> Guarantee:
-    """Return what these engines promise: equal bits where tests have shown them, on CPUs in float32."""
+def guarantee(engine: EngineConfig, *, gpu: bool, dtype: str) -> tuple[str, str]:
+    """Return an engine's arithmetic (rows: a product for each; tiles; or the backend whose own kernel it is), and what
+    it promises: equal bits where tests have shown them, on CPUs in float32."""
     default = "" if gpu else "torch_native"
     backend = engine.attention.get("attention_backend", default)
     ours = {TILES: "tiles"} if gpu else {"torch_native": "rows"}
     arithmetic = ours.get(backend, f"{backend or 'SGLang'}'s own kernel")
-    return Guarantee(arithmetic, SAME_BITS if arithmetic == "rows" and dtype == "float32" else SAME_LAW)
+    return arithmetic, SAME_BITS if arithmetic == "rows" and dtype == "float32" else SAME_LAW
 
 
 def check_attention(engine: EngineConfig, *, gpu: bool) -> None:
@@ -235,9 +232,4 @@ class RolloutConfig:
         rule("stop", all(self.stop), "texts that are not empty", "Leave the empty one out.")
         rule("noise_visits", self.noise_visits >= 1, ">= 1", "Use 1 for fresh noise at every visit.")
         rule("max_new_tokens", self.max_new_tokens >= 1, ">= 1", "Ask for at least one token.")
-        rule(
-            "environment_timeout_s",
-            self.environment_timeout_s > 0,
-            "> 0",
-            "Give environments time to answer.",
-        )
+        rule("environment_timeout_s", self.environment_timeout_s > 0, "> 0", "Give environments time to answer.")

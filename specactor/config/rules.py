@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from string import Formatter
+from typing import Any
 
 from specactor.errors import ConfigError
 
@@ -25,6 +26,14 @@ def rules_of(section: object, path: str = "") -> Callable[[str, bool, str, str],
         require(ok, f"{path}.{name}".removeprefix("."), attrgetter(name)(section), expected, remedy)
 
     return rule
+
+
+def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the settings of a config in JSON by their dotted path."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        found |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
+    return found
 
 
 MAY_BE_INFINITE = ("train.max_logprob_gap", "distillation.refresh")

@@ -22,8 +22,6 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-MAX_WASTE = 0.3  # most padding of a bucket; one call per bucket takes 0.4 of a loop over 64 sequences of 30-60 tokens
-
 
 @dataclass(frozen=True)
 class Bucket:
@@ -34,10 +32,8 @@ class Bucket:
     mask_B1LK: Tensor | None  # true where a query may look; None: plain causal
 
 
-@dataclass(frozen=True)
-class PackedPlan:
-    buckets: list[Bucket]
-    output_rows_T: Tensor  # each packed token's row in the buckets' padded outputs, one after the other
+PackedPlan = tuple[list[Bucket], Tensor]
+"""Buckets, and each packed token's row in their padded outputs, one after the other."""
 
 
 def bucket_lengths(lengths: list[int]) -> list[list[int]]:
@@ -48,7 +44,8 @@ def bucket_lengths(lengths: list[int]) -> list[list[int]]:
         if buckets:
             longest = lengths[buckets[-1][0]]
             room = longest * (len(buckets[-1]) + 1)
-            if real + lengths[index] >= (1 - MAX_WASTE) * room:
+            # At most 30 % is padding: one call per bucket takes 0.4 of a loop over 64 sequences of 30-60 tokens.
+            if real + lengths[index] >= 0.7 * room:
                 buckets[-1].append(index)
                 real += lengths[index]
                 continue
@@ -77,7 +74,7 @@ def plan_packed(boundaries: list[int], ranks: int, rank: int, device: torch.devi
             key_rows_BK = torch.cat([rows_BL + r * rows_per_rank for r in range(ranks)], dim=1)
             mask_B1LK = _context_mask(offset_L, lengths_B1, ranks, rank)
             buckets.append(Bucket(rows_BL.to(device), key_rows_BK.to(device), mask_B1LK.to(device)))
-    return PackedPlan(buckets, output_rows_T.to(device))
+    return buckets, output_rows_T.to(device)
 
 
 def _context_mask(offset_L: Tensor, lengths_B1: Tensor, ranks: int, rank: int) -> Tensor:
@@ -136,9 +133,9 @@ class PackedAttention(DotProductAttention):  # type: ignore[misc]
         ranks, rank = group.size(), group.rank()
         if ranks > 1:
             key, value = (gather_from_sequence_parallel_region(t, group=group) for t in (key, value))
-        plan = _plan(packed_seq_params.cu_seqlens_q_padded, ranks, rank)
-        padded = [self._attend(bucket, query, key, value) for bucket in plan.buckets]
-        return (torch.cat(padded) if len(padded) > 1 else padded[0]).index_select(0, plan.output_rows_T)
+        buckets, output_rows_T = _plan(packed_seq_params.cu_seqlens_q_padded, ranks, rank)
+        padded = [self._attend(bucket, query, key, value) for bucket in buckets]
+        return (torch.cat(padded) if len(padded) > 1 else padded[0]).index_select(0, output_rows_T)
 
     def _attend(self, bucket: Bucket, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         def rows(tensor: Tensor, index: Tensor) -> Tensor:

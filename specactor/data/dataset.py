@@ -32,7 +32,6 @@ from specactor.errors import DataError
 from specactor.types import DrawnProblem, Problem
 
 COLUMNS = ("prompt", "answer", "verifier")
-MAX_LISTED = 5  # bad rows that one error lists; all are counted
 _NO_ROWS = "{}: got no rows, expected at least one. Check the path."
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow: a file without it was cut, maybe between two batches
 
@@ -105,7 +104,7 @@ def build_dataset(source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, m
                 problems.append(problem)
                 continue
             num_bad += 1
-            if num_bad <= MAX_LISTED:
+            if num_bad <= 5:  # so many are listed; all are counted
                 bad.append(f"{name}, {row.where}: {reason}{'' if reason.endswith('?') else '.'}")
     if num_bad:
         raise DataError(_report(name, bad, num_bad, num_bad + len(problems)))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +13,7 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from specactor.config.data import NOT_DOWNLOADED
-from specactor.errors import ConfigError, DataError
+from specactor.errors import ConfigError, DataError, did_you_mean
 from specactor.types import Problem
 
 Entry = dict[str, Any]  # a problem as reasoning-gym makes it: question, answer, metadata
@@ -25,7 +24,7 @@ def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int
     refused task, parameter or value."""
     if task not in DATASETS:
         elsewhere = f"See the list of tasks of reasoning-gym. {NOT_DOWNLOADED}"
-        remedy = f"A folder is named ./{task}." if Path(task).exists() else _did_you_mean(task, DATASETS, elsewhere)
+        remedy = f"A folder is named ./{task}." if Path(task).exists() else did_you_mean(task, DATASETS, elsewhere)
         raise ConfigError.at("data.train, data.eval", task, "the name of a reasoning-gym task", remedy)
     known = [item.name for item in fields(DATASETS[task][1])]
     for name in params:
@@ -37,7 +36,7 @@ def create_task(task: str, params: Mapping[str, object], *, size: int, seed: int
                 "data.params",
                 name,
                 f"a parameter of {task} ({', '.join(known)})",
-                _did_you_mean(name, known, "Leave it out."),
+                did_you_mean(name, known, "Leave it out."),
             )
     try:
         return reasoning_gym.create_dataset(task, size=size, seed=seed, **params)
@@ -90,8 +89,3 @@ def _of(problem: Problem) -> tuple[str, dict[str, object], Entry]:
 def _scorer(task: str, params: str) -> Callable[[str, Entry], float]:
     scorer: Callable[[str, Entry], float] = create_task(task, json.loads(params), size=1, seed=0).score_answer
     return scorer
-
-
-def _did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    nearest = difflib.get_close_matches(name, list(known), n=1)
-    return f"Did you mean {nearest[0]}?" if nearest else otherwise

@@ -119,7 +119,7 @@ class MixedStream:
 
 
 class CurriculumStream:
-    """Takes a problem of success rate p with chance 4 p (1 - p), at least `LEAST_CHANCE`, and always one never tried. p
+    """Takes a problem of success rate p with chance 4 p (1 - p), a tenth at least, and always one never tried. p
     is its last mean score in 0..1, or its set's range."""
 
     def __init__(self, stream: PromptStream | MixedStream, seed: int, *, sizes: Sequence[int] = ()) -> None:
@@ -138,7 +138,7 @@ class CurriculumStream:
             self._looks += 1
             low, high = self._known[bisect_right(self._ends, index)]
             rate = (self._rates[index] - low) / (high - low) if index in self._rates else 0.5
-            if _hash(b"curriculum", self._seed, self._looks) < max(LEAST_CHANCE, 4 * rate * (1 - rate)) * 2**64:
+            if _hash(b"curriculum", self._seed, self._looks) < max(0.1, 4 * rate * (1 - rate)) * 2**64:
                 taken.append(visit)
         return tuple(taken)
 
@@ -165,9 +165,6 @@ class CurriculumStream:
         self._stream.restore(state["stream"])
         self._looks, self._rates = int(state["looks"]), {int(i): float(rate) for i, rate in state["rates"]}
         self._known = None
-
-
-LEAST_CHANCE = 0.1  # of a problem solved always or never: it is tried again some time
 
 
 def request_seed(run_seed: int, step: int, problem_index: int, sample_index: int) -> int:

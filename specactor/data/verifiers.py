@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import difflib
 import importlib
 import inspect
 import json
@@ -35,7 +34,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from specactor.errors import DataError
+from specactor.errors import DataError, did_you_mean
 from specactor.types import Problem
 
 if TYPE_CHECKING:
@@ -93,8 +92,7 @@ def find(name: str) -> object:
     """Return what is at ``module:name``. Raises DataError when nothing is."""
     module, colon, attribute = name.partition(":")
     if not colon:
-        nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"Did you mean {nearest[0]}?" if nearest else "Name one of them, or write module:function."
+        hint = did_you_mean(name, BUILT_IN, "Name one of them, or write module:function.")
         raise DataError(f"got {name!r}, expected one of {', '.join(BUILT_IN)}, or module:function. {hint}")
     if module.endswith(".py") or "/" in module:
         own = f"{PurePath(module).stem}:{attribute}"

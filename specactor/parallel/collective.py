@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import Store
 from specactor.config import ParallelConfig
 from specactor.errors import ConfigError, PeerFailedError
 from specactor.parallel.layout import Layout, own_device
-from specactor.parallel.seals import NONCE_BYTES, TAG_BYTES, Seals, job_key
+from specactor.parallel.seals import TAG_BYTES, Seals, job_key
 
 T = TypeVar("T")
 
@@ -206,7 +206,7 @@ class Collective:
         default, key = dist.group.WORLD, job_key()
         assert default is not None
         if key and default not in _sealed:
-            _sealed[default] = Seals(key, self.rank, self.gather_bytes(os.urandom(NONCE_BYTES)))
+            _sealed[default] = Seals(key, self.rank, self.gather_bytes(os.urandom(16)))
         return _sealed[default] if key else None
 
     def any(self, flag: bool) -> bool:
@@ -225,7 +225,7 @@ class Collective:
         while True:
             wait([own], HEARTBEAT_S)
             state = _RUNNING if not own.done() else _FAILED if own.exception() is not None else _DONE
-            states = self._gather_states(state)
+            states = self.gather(state, int)
             if _FAILED in states:
                 self._fail(phase, own)
             if all(state == _DONE for state in states):
@@ -249,11 +249,6 @@ class Collective:
             raise error
         rank = next(i for i, cause in enumerate(causes) if cause)
         raise PeerFailedError(f"{phase}: rank {rank} failed: {causes[rank]}")
-
-    def _gather_states(self, state: int) -> list[int]:
-        parts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(parts, torch.tensor([state], dtype=torch.int64), group=control_group())
-        return [int(part) for part in parts]
 
 
 def _see(path: Path, rank: int) -> None:

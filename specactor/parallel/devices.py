@@ -22,8 +22,6 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-PROBE_S = 120  # longest import of an optional package
-
 # Module -> (its distribution, a statement that succeeds where it works).
 PROBES = {
     "transformer_engine": ("transformer-engine", "import transformer_engine.pytorch as m; m.Linear, m.LayerNorm"),
@@ -121,10 +119,10 @@ def probe(module: str) -> Package:
         return Package(version="", works=False, problem="a module of this name, but not the package")
     try:
         done = subprocess.run(
-            [sys.executable, "-c", statement], capture_output=True, text=True, timeout=PROBE_S, stdin=subprocess.DEVNULL
+            [sys.executable, "-c", statement], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
         )
-    except subprocess.TimeoutExpired:
-        return Package(version=version, works=False, problem=f"its import took more than {PROBE_S} s")
+    except subprocess.TimeoutExpired as error:
+        return Package(version=version, works=False, problem=f"its import took more than {error.timeout:g} s")
     if done.returncode == 0:
         return Package(version=version, works=True)
     lines = done.stderr.strip().splitlines()

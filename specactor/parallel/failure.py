@@ -238,7 +238,7 @@ def failure_guard(rank: int, store: Store | None) -> Iterator[Failures]:
             message = f"{type(error).__name__}: {error}"
             if isinstance(error, OSError) and error.errno in _FULL:
                 message += f". Free disk space, or quota, where the run's folder and /tmp are. {RESUME}"
-            if _is_lost_peer(error):
+            if isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER):
                 if failures.over_hosts():  # where it was the only rank, nobody there can report
                     message = f"a rank of another host was killed or crashed, or is cut off ({message}). {RESUME}"
                     failures.saw = message
@@ -280,10 +280,6 @@ def _signals(actions: dict[signal.Signals, Callable[[], None]]) -> Iterator[None
         theirs.close()
         watcher.join(_NOTICE_S)
         ours.close()
-
-
-def _is_lost_peer(error: Exception) -> bool:
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER)
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -27,6 +27,7 @@ import psutil  # type: ignore[import-untyped]
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
+from specactor.config.rules import flat
 from specactor.errors import ConfigError, PeerFailedError
 from specactor.parallel.failure import TICKETS, Member
 from specactor.parallel.seals import KEY, job_key, mark
@@ -36,10 +37,8 @@ MEET_S = 300.0
 CONNECT_S = 30.0  # longest wait for the launcher's store, which was there before this rank
 _PACKAGES = ("torch", "megatron-core", "mbridge", "sglang", "transformers")
 _TOKEN = "specactor/token"
-_ASK_AGAIN_S = 1.0
 # The variable that names the network interface between hosts; `meet` sets it where nobody did.
 INTERFACE = "GLOO_SOCKET_IFNAME"
-_ANY_PORT = 9
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +68,7 @@ def meet(head: str, port: int, *, rank: int, world: int, config: Mapping[str, ob
         machine=Member.here().machine,
         address=towards(head),
         program=program(),
-        settings=flat(config) | {KEY: repr(mark(job_key()))},
+        settings={name: repr(value) for name, value in (flat(config) | {KEY: mark(job_key())}).items()},
     )
     store = _connected(head, port)
     token, problem, ranks = _hold(store, own, world) if rank == 0 else _join(store, own, rank)
@@ -119,11 +118,11 @@ def _join(store: Store, own: Greeting, rank: int) -> tuple[str, str, list[Greeti
         try:
             token = store.get(_TOKEN).decode()
             store.set(f"{token}/{rank}", msgspec.json.encode(own).decode())
-            store.wait([f"{token}/verdict"], timedelta(seconds=_ASK_AGAIN_S))
+            store.wait([f"{token}/verdict"], timedelta(seconds=1.0))
             problem, ranks = msgspec.json.decode(store.get(f"{token}/verdict"), type=_Verdict)
             if own.nonce in {each.nonce for each in ranks}:
                 return token, problem, ranks
-            time.sleep(_ASK_AGAIN_S)
+            time.sleep(1.0)
         except DistStoreError:  # it was not there in time: another start may have begun meanwhile
             continue
         except DistNetworkError as error:
@@ -172,13 +171,6 @@ def program() -> str:
         digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
     versions = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
     return f"specactor {digest.hexdigest()} (python {platform.python_version()}, {versions})"
-
-
-def flat(config: Mapping[str, object], above: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, value in config.items():
-        found |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": repr(value)}
-    return found
 
 
 SILENT_S = 30.0  # a host not heard of for so long is lost
@@ -289,7 +281,7 @@ def leading_out(peers: Sequence[str]) -> str:
 def towards(peer: str) -> str:
     """Return the sender of a packet to that host, unsent, or ""."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]  # any port
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])

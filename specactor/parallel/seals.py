@@ -19,17 +19,13 @@ from specactor.errors import ConfigError, PeerFailedError
 KEY = "SPECACTOR_KEY"
 """Environment variable: the job's key, the same on all hosts; without one, ranks believe what comes."""
 TAG_BYTES = 16
-NONCE_BYTES = 16
-_FEWEST_CHARACTERS = 32
 
 
 def job_key() -> bytes:
     """Return the job's key, or "". Raises ConfigError for a short one."""
     text = os.environ.get(KEY, "")
-    if text and len(text) < _FEWEST_CHARACTERS:
-        raise ConfigError.at(
-            KEY, f"{len(text)} characters", f">= {_FEWEST_CHARACTERS}", "`openssl rand -hex 32` makes one."
-        )
+    if text and len(text) < 32:
+        raise ConfigError.at(KEY, f"{len(text)} characters", ">= 32", "`openssl rand -hex 32` makes one.")
     return hashlib.blake2b(text.encode()).digest() if text else b""
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from specactor.config import Config, DraftTrainingConfig
-from specactor.config.rollout import SPLIT
+from specactor.config.rollout import DRAFT_ROWS, SPLIT
 from specactor.config.speculation import MADE_BY_WARM_UP, WARM_UP_HEAD
 from specactor.config.train import HEAD_STEPS, PART_LOGITS
 from specactor.errors import ConfigError
@@ -28,12 +28,7 @@ PHASES: tuple[Phase, ...] = ("rollout", "train", "sync")
 GRADIENT_BYTES = BYTES["float32"]  # (`trainer.optimizer.wrap`)
 ADAM_BYTES = {"float32": 8, "bfloat16": 4, "host": 8}  # both moments, by train.optimizer_state
 MAIN_WEIGHT_BYTES = BYTES["float32"]  # beside parameters that are not float32 themselves
-LOGIT_BYTES = 10  # of one logit of a micro-batch: in bfloat16, twice, in float32 for the loss, and its gradient
-LAYER_BYTES = 34  # per token and channel of a layer, fused attention: arXiv 2205.05198, table 2
-DRAFT_ROWS = 512  # `rollout.sglang.gpu.MAX_ROWS`
 DRAFT_BYTES = 12  # of a draft model's weight that learns, and its moments
-PART_LOGIT_BYTES = 24  # of each of the PART_LOGITS that its loss computes with at once
-OVERHEAD_BYTES = 3e9  # of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation. Assumed
 MICRO_BATCH = "draft micro-batch"  # what it takes beyond the policy's
 ESTIMATED = ("activations", "logits", MICRO_BATCH, "overhead")  # no line of code allocates them as they stand here
 
@@ -117,12 +112,14 @@ def of_job(
         # In float32 it stays (`trainer.optimizer.offload`).
         "optimizer": dict.fromkeys(("train",) if width < 4 else PHASES, optimizer),
         "activations": {"train": activations(config, layout, shape, tokens)},
-        "logits": {"train": LOGIT_BYTES * (1 + shape.mtp_layers) * tokens * shape.vocab / layout.tensor},
+        # 10 bytes of each: in bfloat16, twice, in float32 for the loss, and its gradient
+        "logits": {"train": 10 * (1 + shape.mtp_layers) * tokens * shape.vocab / layout.tensor},
         "policy, engine": {"rollout": weights, "sync": weights},
         "keys and values": dict.fromkeys(("rollout", "sync"), max(0.0, static - weights)),
         **_of_rounds(config, shape, drafts),
         "buckets": {"sync": buckets},
-        "overhead": dict.fromkeys(PHASES, OVERHEAD_BYTES),
+        # of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation: assumed
+        "overhead": dict.fromkeys(PHASES, 3e9),
     }
     if config.algorithm.advantage == "gae":
         # Its weights leave the device, too. Too much is counted: all of an output layer, and an MTP layer.
@@ -177,7 +174,8 @@ def _draft_microbatch(config: Config, draft: TransformerShape) -> float:
     if draft.reads:  # its attention keeps each pair of tokens, and a copy of that
         layers += 2 * BYTES["float32"] * draft.heads * tokens**2
     logits = BYTES["float32"] * tokens * draft.vocab  # whose place their gradients take
-    return (HEAD_STEPS if draft.reads else 1) * (layers + logits) + min(PART_LOGIT_BYTES * PART_LOGITS, 6 * logits)
+    of_loss = min(24 * PART_LOGITS, 6 * logits)  # which computes with so many at once
+    return (HEAD_STEPS if draft.reads else 1) * (layers + logits) + of_loss
 
 
 def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
@@ -248,7 +246,7 @@ def activations(config: Config, layout: Layout, shape: TransformerShape, tokens:
     """Return a rank's bytes: what layers keep, and all of the computed one."""
     # A pipeline's first stage begins as many micro-batches as there are stages before one of them comes back.
     layers = layout.pipeline * max(stage_layers(shape.layers, layout.pipeline))
-    whole = LAYER_BYTES * tokens * shape.hidden / layout.tensor
+    whole = 34 * tokens * shape.hidden / layout.tensor  # with fused attention: arXiv 2205.05198, table 2
     experts = BYTES["bfloat16"] * tokens * shape.experts_per_token * (2 * shape.hidden + 3 * shape.expert_intermediate)
     one = whole + experts / layout.tensor
     # Sequence parallelism divides what lies between layers among the tensor-parallel ranks.

@@ -30,14 +30,7 @@ from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError, PlanError
 from specactor.parallel.devices import gpus, numbers
 from specactor.parallel.layout import ModelShape
-from specactor.planning.profile_grid import (
-    SEEN,
-    Cell,
-    beside,
-    by_requests,
-    cells,
-    cost_table,
-)
+from specactor.planning.profile_grid import SEEN, Cell, beside, by_requests, cells, cost_table
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, DrafterAccess
@@ -114,11 +107,7 @@ def _drafter_spec(config: Config, context: int, folder: Path) -> DrafterSpec | N
     alone = replace(
         config,
         rollout=replace(rollout, speculation=auto),
-        parallel=replace(
-            config.parallel,
-            drafters=1,
-            drafter_hosts=(),
-        ),
+        parallel=replace(config.parallel, drafters=1, drafter_hosts=()),
     )
     host = Host(ranks=config.parallel.engine_tensor, engines=1, devices=numbers(), has_gpus=bool(gpus()))
     [spec] = make_specs(alone, host, max_position=context, log_dir=folder)
@@ -320,11 +309,7 @@ def _response(drafter: str, window: int) -> int:
 
 def requests_of(config: RolloutConfig, number: int, sizes: Sizes, tokens: int) -> list[RolloutRequest]:
     sampling = SamplingParams(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        max_new_tokens=tokens,
-        ignore_eos=True,
+        temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, max_new_tokens=tokens, ignore_eos=True
     )
     return [
         RolloutRequest(

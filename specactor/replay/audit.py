@@ -51,7 +51,8 @@ class Audit:
         self.collective = collective
         self.progress = progress
         rollout, engine, gpu = config.rollout, config.rollout.engine, torch.cuda.is_available()
-        self._has_same_bits = guarantee(engine, gpu=gpu, dtype=config.model.dtype).promise == SAME_BITS
+        _, promise = guarantee(engine, gpu=gpu, dtype=config.model.dtype)
+        self._has_same_bits = promise == SAME_BITS
         self._may_score = rollout.audit != "off" and noise_of(rollout) is not None
         self._saved_s = 0.0
         self._token_s = 0.0  # of a round of an audit, on this machine; 0 before the first

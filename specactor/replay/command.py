@@ -33,7 +33,6 @@ from specactor.report import PAGE, POLICY, STYLE, Rows, table
 from specactor.run_folder import Replay, RunFolder
 
 TRAIN = EXAMPLES.parent / "launch" / "train_moe.py"
-DIFFERENT = 1  # exit code where two runs differ
 
 
 def replay(argv: list[str], console: Console) -> int:
@@ -175,7 +174,8 @@ def _plan(run: Path, what: Replay, first: int) -> str:
 
 def _guarantee(config: Config) -> str:
     gpu = torch.cuda.is_available()
-    if guarantee(config.rollout.engine, gpu=gpu, dtype=config.model.dtype).promise == SAME_BITS:
+    _, promise = guarantee(config.rollout.engine, gpu=gpu, dtype=config.model.dtype)
+    if promise == SAME_BITS:
         return "same bits (float32 on CPUs), on any number of engines, with or without speculation"
     return "same law; where two tokens score within rounding of each other, the other one may be emitted"
 
@@ -215,7 +215,7 @@ def _say(a: Path, b: Path, console: Console, *, promise: str = "", out: Path | N
             f"{file}: cannot be written ({error.strerror}). specactor diff {a} {b} --out FILE puts the page elsewhere."
         ) from error
     console.print(f"page: {file}", soft_wrap=True, markup=False)
-    return DIFFERENT
+    return 1  # the exit code where two runs differ
 
 
 def _read(run: Path, steps: Sequence[int]) -> list[StepRecord]:
@@ -228,7 +228,6 @@ def _print(found: Finding, console: Console) -> None:
         console.print(markup.escape(text), soft_wrap=True)
 
 
-AROUND = 6  # tokens on each side of the place that the table has
 MARK = "mark { background: #f4c7c3; } .after { color: #8a93a0; } pre { margin: .3rem 0; }"
 
 Text = Callable[[Sequence[int]], str]  # token ids -> what they say
@@ -287,7 +286,7 @@ def _around(
     pair: tuple[SampleRecord, SampleRecord], at: int, names: tuple[str, str], text: Text, noise: Noise | None
 ) -> Rows:
     rows: Rows = [("token", *(f"{name}: {what}" for name in names for what in ("text", "log-prob", "with noise")))]
-    for i in range(max(0, at - AROUND), at + AROUND + 1):
+    for i in range(max(0, at - 6), at + 7):
         cells: list[str] = []
         for sample in pair:
             if i >= len(sample.token_ids):

@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from specactor.config.rules import flat
 from specactor.replay.records import BLOCK, RankWeights, SampleRecord, StepRecord
 
 Noise = Callable[[int, int, int], float]
 """(seed, position in the sequence, token) -> what the engine adds to the log-probability."""
 
-TIE = 1e-3  # scores with noise that are closer may swap by rounding: float32 kernels differ by 1e-5
-TIE_OF_BFLOAT16 = 0.1  # the same, where log-probabilities differ by some hundredths from kernel to kernel
 TIES = "a kernel's tie"  # the cause of such a difference
 SOME = "arithmetic of engines"  # where few responses differ
 OTHER_LAYOUT = "another layout of ranks: gradients are summed in another order, which rounds otherwise"
@@ -75,19 +74,12 @@ def first_difference(
     return None
 
 
-def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return settings, by dotted path, that differ and can change a token or a weight."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in sorted({*a, *b}):
-        path = prefix + key
-        if any(path == name or path.startswith(name + ".") for name in NO_MATTER):
-            continue
-        x, y = a.get(key), b.get(key)
-        if isinstance(x, Mapping) and isinstance(y, Mapping):
-            found |= settings_that_differ(x, y, path + ".")
-        elif x != y:
-            found[path] = x, y
-    return found
+    ours, theirs = flat(a), flat(b)
+    pairs = {path: (ours.get(path), theirs.get(path)) for path in sorted({*ours, *theirs})}
+    may_matter = [path for path in pairs if not f"{path}.".startswith(tuple(f"{name}." for name in NO_MATTER))]
+    return {path: pairs[path] for path in may_matter if pairs[path][0] != pairs[path][1]}
 
 
 Pairs = list[tuple[SampleRecord, SampleRecord]]
@@ -196,7 +188,8 @@ def _of_engines(
 def _sampler_cause(a: StepRecord, b: StepRecord, gap: float, *, is_usual: bool, at_once: bool) -> str:
     """Explain two tokens after equal ones with equal log-probabilities."""
     is_coarse = a.config.get("model", {}).get("dtype") == "bfloat16"
-    if abs(gap) < (TIE_OF_BFLOAT16 if is_coarse else TIE):
+    # Closer ones may swap by rounding: from kernel to kernel float32 differs by 1e-5, bfloat16 by some hundredths.
+    if abs(gap) < (0.1 if is_coarse else 1e-3):
         return TIES
     wrong = a if gap < 0 else b
     which = "the first run" if gap < 0 else "the second run"

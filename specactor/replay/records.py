@@ -4,7 +4,6 @@ cut or changed one is refused by its digest.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import xxhash
 
 from specactor.config import Config
 from specactor.errors import DataError
+from specactor.metrics import write_whole
 
 FORMAT = 1
 KEPT_STEPS = 2000  # newest steps whose records stay: a sampled step of 2,048 responses of 8k tokens takes 15 MB
@@ -122,13 +122,9 @@ def write(run: Path, record: StepRecord) -> int:
     file = file_of(run, record.step)
     file.parent.mkdir(parents=True, exist_ok=True)
     body = zlib.compress(msgspec.msgpack.encode(record), 1)
-    fresh = file.with_suffix(".tmp")
-    with fresh.open("wb") as handle:
-        handle.write(_MAGIC + FORMAT.to_bytes(4, "little") + xxhash.xxh3_64_digest(body) + body)
-        handle.flush()
-        os.fsync(handle.fileno())
-    fresh.replace(file)
-    return file.stat().st_size
+    whole = _MAGIC + FORMAT.to_bytes(4, "little") + xxhash.xxh3_64_digest(body) + body
+    write_whole(file, whole)
+    return len(whole)
 
 
 def read(file: Path) -> StepRecord:

@@ -31,8 +31,6 @@ from specactor.rollout.endpoint import ChatCall, Endpoint, is_refusal
 from specactor.rollout.session import TURN, Parse, Session
 from specactor.types import Problem, RolloutRequest, Trajectory
 
-GRACE_S = 1.0  # beyond its time, until a call that ignores its cancellation is given up
-
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentAnswer:
@@ -67,7 +65,7 @@ class _Conversation:
     abandoned: bool = False  # the thread that has the loop is to close it
 
 
-class Conversations:
+class Conversations(contextlib.AbstractContextManager["Conversations"]):
     """All of one rank and rollout, called from one thread."""
 
     def __init__(
@@ -81,6 +79,7 @@ class Conversations:
     ) -> None:
         """Begin the conversations of `requests`, if their problem has an environment, whose calls get `timeout_s`."""
         self._tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, max_prompt_tokens
+        self._patience_s = timeout_s + 1.0  # until a call that ignores its cancellation is given up
         self._threads: list[threading.Thread] = []
         # by time, since all calls have as long; outdated ones are skipped
         self._deadlines: deque[tuple[float, str]] = deque()
@@ -98,13 +97,10 @@ class Conversations:
                 self._endpoint = self._endpoint or Endpoint()
             self._open[request.request_id] = one
 
-    def __enter__(self) -> Conversations:
-        return self
-
     def __exit__(self, *_: object) -> None:
         for name in list(self._open):
             self.drop(name)
-        until = time.monotonic() + self._timeout_s + GRACE_S
+        until = time.monotonic() + self._patience_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         if self._endpoint is not None:
@@ -255,7 +251,7 @@ class Conversations:
 
     def _give_time(self, conversation: _Conversation) -> float:
         now = time.monotonic()
-        conversation.deadline_s = now + self._timeout_s + GRACE_S
+        conversation.deadline_s = now + self._patience_s
         self._deadlines.append((conversation.deadline_s, conversation.request.request_id))
         return now
 

@@ -36,7 +36,7 @@ SILENT_LIMIT_S = 60.0
 _LOG = logging.getLogger(__name__)
 
 
-class DrafterPool:
+class DrafterPool(contextlib.AbstractContextManager["DrafterPool"]):
     def __init__(self, specs: Sequence[DrafterSpec], *, on_gpus: bool = False) -> None:
         """Start all. `on_gpus`: starting one takes GPU memory."""
         self._on_gpus = on_gpus
@@ -46,8 +46,7 @@ class DrafterPool:
         self._watcher: threading.Thread | None = None
         self.restarts = 0
         self._rollouts = 0
-        self._died: list[list[int]] = [[] for _ in specs]  # in which rollouts
-        self._deaths = [0] * len(specs)  # of these, the last `DEATHS_WITHIN` rollouts'
+        self._died: list[list[int]] = [[] for _ in specs]  # in which of the last `DEATHS_WITHIN` rollouts
         self._late = [0] * len(specs)  # ends of rollouts in a row that found it late, and ended it
         self._gone_s: list[float | None] = [None] * len(specs)  # when one that is to be restarted died or was ended
         self._free: set[int] = set()  # engines that have nothing to do, in a rollout
@@ -58,9 +57,6 @@ class DrafterPool:
         except BaseException:
             self.stop()
             raise
-
-    def __enter__(self) -> DrafterPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -245,7 +241,6 @@ class DrafterPool:
             self._gone_s[index] = gone_s = now_s
             recent = [rollout for rollout in self._died[index] if rollout > self._rollouts - DEATHS_WITHIN]
             self._died[index] = [*recent, self._rollouts]
-            self._deaths[index] = len(self._died[index])
             drafter.kill()
             _LOG.warning(
                 "drafter %d died; %d of %d restarts in %d rollouts were used. The end of its log, %s:\n%s",
@@ -254,7 +249,7 @@ class DrafterPool:
         with self._lock:
             if spec.engine is not None and spec.engine not in self._free:
                 return  # the device may be the trainer's now, or its engine's
-        deaths, late = self._deaths[index], self._late[index]
+        deaths, late = len(self._died[index]), self._late[index]
         # Again after at most `max_restarts` deaths, and as many late ends in a row, each time twice as long after.
         pause_s = PAUSE_S * 2 ** max(0, deaths + late - 1)
         if max(deaths, late) <= spec.max_restarts and now_s - gone_s >= pause_s:

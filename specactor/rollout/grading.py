@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 GROW_S = 2.0  # a response's wait until another process is started: most verifiers need one
 NEW_S = 10.0  # the first answer's time, with the verifier's imports, until others are started
-START_S = 60.0
-GRACE_S = 1.0  # beyond its time, until the process of a silent verifier is ended
 MAX_HUNG = 8  # in a row, until a verifier is not asked again in this rollout
 TOGETHER = 64  # asynchronous verifiers that are awaited at a time
 
@@ -80,7 +78,7 @@ class _Asked:
         self.verdict.set_result(Scored(job=0, failure=f"{kind}: verifier {self.job.problem.verifier}: {why}"))
 
 
-class Grading:
+class Grading(contextlib.AbstractContextManager["Grading"]):
     """A rank's verifier processes, started when needed."""
 
     def __init__(self, *, timeout_s: float, log_file: str = os.devnull, most: int = 8) -> None:
@@ -95,9 +93,6 @@ class Grading:
         self._hung: Counter[str] = Counter()
         self._threads: list[threading.Thread] = []
         self._children: list[ChildProcess[FromGrader]] = []
-
-    def __enter__(self) -> Grading:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -181,7 +176,7 @@ class Grading:
             try:
                 child = child or self._started()
                 with child.call(Ask([one.job for one in asked], self._timeout_s)) as call:
-                    deadline = time.monotonic() + self._timeout_s + GRACE_S
+                    deadline = time.monotonic() + self._timeout_s + 1.0  # then its process is ended
                     while left:
                         answer = self._answer(call, deadline)
                         self._hung[asked[answer.job].job.problem.verifier] = 0
@@ -263,7 +258,7 @@ class Grading:
                 log_file=self._log_file,
             )
             self._children.append(child)
-        child.wait_ready(START_S)
+        child.wait_ready(60.0)
         return child
 
     def _end(self, child: ChildProcess[FromGrader] | None) -> None:

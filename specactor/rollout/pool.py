@@ -41,7 +41,7 @@ class RolloutOutcome:
     drafters_woken: int = 0  # on devices of engines that had run dry
 
 
-class EnginePool:
+class EnginePool(contextlib.AbstractContextManager["EnginePool"]):
     def __init__(
         self,
         specs: Sequence[EngineSpec],
@@ -66,9 +66,6 @@ class EnginePool:
         except BaseException:
             self.stop()
             raise
-
-    def __enter__(self) -> EnginePool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -31,16 +31,12 @@ GRACE_S = 5.0  # time that the guarded process has for an orderly end
 TEMPORARY = Path("/tmp")  # where temporary folders are made; sockets in them allow no long path
 SHARED_FILES = "shared-files"  # lists files in /dev/shm that go with the folder, a path or pattern per line
 _SHARED = Path("/dev/shm")
-_LOOK_EVERY_S = 0.25
 _PREFIX = "specactor-child-"
-_SETTLE_S = 60.0  # a folder younger than this may belong to a guard that has not locked it yet
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def run_guarded(connection_fd: int, guarded: Callable[[], None]) -> None:
     """Run `guarded` in a process of its own, guard that, and exit."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=TEMPORARY))
     lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
@@ -83,7 +79,7 @@ def _watch(connection_fd: int, guarded_pid: int, folder: Path) -> None:
         if deadline is not None and time.monotonic() > deadline:
             return
         _note_pids(folder, noted)
-        waited = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}, _LOOK_EVERY_S)
+        waited = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}, 0.25)
         if waited is not None and waited.si_signo == signal.SIGTERM:
             return
 
@@ -146,13 +142,14 @@ def _remove(folder: Path) -> None:
 
 
 def sweep(pid: int | None = None) -> None:
-    """Remove folders of dead guards: that of `pid`, or all older than `_SETTLE_S`."""
+    """Remove folders of dead guards: that of `pid`, or all older than a minute."""
     for folder in TEMPORARY.glob(f"{_PREFIX}{'' if pid is None else f'{pid}-'}*"):
         try:
             about = folder.lstat()  # anybody may put a link here, to a folder of this user's
             if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode):
                 continue
-            if pid is None and time.time() - about.st_mtime < _SETTLE_S:
+            # A young one may belong to a guard that has not locked it yet.
+            if pid is None and time.time() - about.st_mtime < 60.0:
                 continue
             lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         except (FileNotFoundError, PermissionError, NotADirectoryError):
@@ -168,7 +165,7 @@ def sweep(pid: int | None = None) -> None:
 
 def die_with(parent: int) -> bool:
     """Be killed when the parent ends. Returns whether it is still there."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     return os.getppid() == parent
 
 

@@ -36,7 +36,10 @@ class Refill:
     attempt: int = 0  # times that lost engines were started again
     given: int = 0  # groups of which this rank has taken, or left to others, the requests
     finished: dict[int, list[Trajectory]] = field(default_factory=dict)
-    _told: list[str] = field(default_factory=list)  # what this rank has read of the list
+    known: dict[int, bool] = field(default_factory=dict)  # whether each group with a verdict is kept
+    rates: dict[int, float] = field(default_factory=dict)  # their success rates
+    _left: set[int] = field(default_factory=set)  # attempts in which a rank could not go on
+    _num_read: int = 0  # of the list, by this rank
     _own: list[str] = field(default_factory=list)  # keys that it has written
 
     def _tell(self, text: str) -> None:
@@ -46,7 +49,13 @@ class Refill:
 
     def read(self) -> None:
         count = self.store.add(f"{self.prefix}/n", 0)
-        self._told += [self.store.get(f"{self.prefix}/{i + 1}").decode() for i in range(len(self._told), count)]
+        while self._num_read < count:
+            who, what, *rate = self.store.get(f"{self.prefix}/{self._num_read + 1}").decode().split(":")
+            self._num_read += 1
+            if who == "left":
+                self._left.add(int(what))
+            else:
+                self.known[int(who)], self.rates[int(who)] = what == "1", float(rate[0])
 
     def forget(self) -> None:
         """Delete this rank's keys, and the counter, once all ranks have read them."""
@@ -54,28 +63,13 @@ class Refill:
             self.store.delete_key(key)
 
     @property
-    def known(self) -> dict[int, bool]:
-        """Return whether each group with a verdict is kept."""
-        return {int(words[0]): words[1] == "1" for words in self._words}
-
-    @property
-    def rates(self) -> dict[int, float]:
-        """Return the success rate of each group with a verdict."""
-        return {int(words[0]): float(words[2]) for words in self._words}
-
-    @property
-    def _words(self) -> list[list[str]]:
-        return [words for text in self._told if len(words := text.split(":")) == 3]
-
-    @property
     def kept(self) -> list[int] | None:
         """The groups to learn from, once known; fewer than wanted where `most` were drawn."""
-        known = self.known
         found: list[int] = []
         for number in range(self.most):
-            if len(found) == self.want or number not in known:
+            if len(found) == self.want or number not in self.known:
                 break
-            found += [number] if known[number] else []
+            found += [number] if self.known[number] else []
         else:
             return found
         return found if len(found) == self.want else None
@@ -109,4 +103,4 @@ class Refill:
     @property
     def is_over(self) -> bool:
         """Return whether idle ranks may stop waiting."""
-        return self.kept is not None or f"left:{self.attempt}" in self._told
+        return self.kept is not None or self.attempt in self._left

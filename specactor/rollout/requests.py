@@ -53,11 +53,7 @@ def held_out_requests(
     """Return one greedy request per problem, or `samples` with the same seeds at any time."""
     sampling = sampling_of(config)
     if samples == 1:
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_new_tokens=config.max_new_tokens,
-            stop=config.stop,
-        )
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=config.max_new_tokens, stop=config.stop)
     return [
         RolloutRequest(
             request_id=f"eval.{position}" if samples == 1 else f"eval.{position}.{sample}",

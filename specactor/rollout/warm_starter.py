@@ -51,13 +51,7 @@ _READ_ON_IMPORT = (  # Libraries read these once, so a child must have them as t
 _READ_LATE = ("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_EAGER_INPUT_NO_COPY", "TORCHINDUCTOR_CACHE_DIR")
 _TIMEOUT_S = 60.0  # longest wait for a child; a process that waited in vain asks the starter no more
 _GO = b"go"  # the caller has the child, which does nothing until then: a caller that gave up starts its own
-
-
-class _Order(msgspec.Struct, frozen=True):
-    module: str
-    arguments: tuple[str, ...]
-    environment: dict[str, str]
-    folder: str
+_Order = tuple[str, tuple[str, ...], dict[str, str], str]  # module, its arguments, environment, working folder
 
 
 class Forked:
@@ -89,7 +83,7 @@ class Forked:
         return bool(waiting.poll(1000 * timeout_s))
 
 
-class WarmStarter:
+class WarmStarter(contextlib.AbstractContextManager["WarmStarter"]):
     """The starter, as a context; `fork` finds it by the environment variable `NAME`."""
 
     def __init__(self, name: str, *, starts: bool = True) -> None:
@@ -116,9 +110,6 @@ class WarmStarter:
                 start_new_session=True,  # a signal to the terminal is for its owner
             )
 
-    def __enter__(self) -> WarmStarter:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -139,7 +130,7 @@ def fork(
     if not name or cpu.has_gpu():
         return None
     bare = {k: v for k, v in environment.items() if k != NAME}
-    order = msgspec.json.encode(_Order(module, arguments, bare, os.getcwd()))
+    order = msgspec.json.encode((module, arguments, bare, os.getcwd()))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_TIMEOUT_S)
         try:
@@ -218,7 +209,7 @@ def _serve(connection: socket.socket, listener: socket.socket, settings: Mapping
             return
         body, files, _, _ = socket.recv_fds(connection, 1 << 20, 2)
         order = msgspec.json.decode(body, type=_Order)
-        if len(files) != 2 or _relevant(order.environment) != settings:
+        if len(files) != 2 or _relevant(order[2]) != settings:
             return
         sys.stdout.flush()
         pid = os.fork()
@@ -250,13 +241,14 @@ def _become(order: _Order, fd: int, log: int, ours: tuple[socket.socket, socket.
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
+        module, arguments, environment, folder = order
         os.environ.clear()
-        os.environ.update(order.environment)
-        os.chdir(order.folder)
-        sys.argv = [order.module, *order.arguments, "--fd", str(fd)]
+        os.environ.update(environment)
+        os.chdir(folder)
+        sys.argv = [module, *arguments, "--fd", str(fd)]
         print(f"specactor: process {os.getpid()}, forked by the warm starter", flush=True)
         setproctitle(f"{sys.executable} -m {' '.join(sys.argv)}")
-        runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
         sys.stdout.flush()
         os._exit(0)
     except BaseException:  # the boundary of the process

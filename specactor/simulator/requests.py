@@ -24,8 +24,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-EQUAL = 1e-9  # variance of rounds that all emit as much
-
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
@@ -93,11 +91,7 @@ def draw(lengths: Lengths, *, prompts: int, group_size: int, seed: Sequence[int]
     assert min(prompts, group_size) >= 1, (prompts, group_size)
     rng = np.random.default_rng(list(seed))
     group_N = np.repeat(np.arange(prompts, dtype=np.int64), group_size)
-    return Requests(
-        lengths=lengths.draw(rng, group_N),
-        groups=group_N,
-        odds=np.exp(rng.standard_normal(len(group_N))),
-    )
+    return Requests(lengths=lengths.draw(rng, group_N), groups=group_N, odds=np.exp(rng.standard_normal(len(group_N))))
 
 
 def survivals(method: Method, odds_B: Floats, tokens_B: Floats, *, window: int, age: int) -> Floats:
@@ -174,8 +168,8 @@ def round_of(
 def _accepted(offered_BW: Floats) -> tuple[Floats, Floats]:
     """Return [B] means and variances, from P(j tokens or more are accepted)."""
     mean_B = offered_BW.sum(axis=1)
-    squares_B = offered_BW @ (2.0 * np.arange(1, offered_BW.shape[1] + 1) - 1.0)
-    return mean_B, np.maximum(squares_B - mean_B**2, 0.0)
+    variance_B = offered_BW @ (2.0 * np.arange(1, offered_BW.shape[1] + 1) - 1.0) - mean_B**2
+    return mean_B, np.where(variance_B > 1e-9, variance_B, 0.0)  # else rounds emit as much, but for rounding
 
 
 def _verify_s(table: CostTable, requests: int, drafted_B: Floats) -> float:
@@ -241,7 +235,7 @@ class Progress:
     def rounds_left(self, running: Ints, of: Round) -> Floats:
         """Return [B] rounds like this one until each has finished."""
         # Where rounds vary the last emits more than what is left: half of a token-weighted mean round (renewals).
-        beyond_B = np.where(of.variance > EQUAL, ((of.variance + of.tokens**2) / of.tokens - 1.0) / 2.0, 0.0)
+        beyond_B = np.where(of.variance > 0, ((of.variance + of.tokens**2) / of.tokens - 1.0) / 2.0, 0.0)
         luck_B, variance_B, done_B = self.luck_N[running], self._variance_N[running], self.done_N[running]
         left_B = self.length_N[running] + beyond_B - done_B - luck_B * np.sqrt(variance_B)
         rounds_B = np.where(left_B > 0, _crossing(left_B, luck_B, variance_B, of), 0.0)
@@ -262,5 +256,5 @@ def _crossing(left_B: Floats, luck_B: Floats, variance_B: Floats, of: Round) -> 
     a_B = of.tokens / own_B
     c_B = a_B * variance_B + luck_B * np.sqrt(variance_B) + left_B
     root_B = (-luck_B + np.sqrt(np.maximum(luck_B**2 + 4.0 * a_B * c_B, 0.0))) / (2.0 * a_B)
-    found_B: Floats = np.where(of.variance > EQUAL, (root_B**2 - variance_B) / own_B, left_B / of.tokens)
+    found_B: Floats = np.where(of.variance > 0, (root_B**2 - variance_B) / own_B, left_B / of.tokens)
     return found_B

@@ -162,19 +162,17 @@ class Rollout:
             gone_B = self.progress.rounds_left(engine.running, engine.round) <= 1e-6  # rounds: they add up with errors
             if gone_B.any():
                 engine.lucky(self.progress.finish(engine.running[gone_B]))
-                self._finished(engine, engine.remove(gone_B), now)
+                gone = engine.remove(gone_B)
+                self.finish_N[gone] = now
+                self.left -= len(gone)
+                for i in gone.tolist():
+                    engine.decider.forget(self.ids[i])
         engine.admit(self.room)
         if len(engine.running):
             self._go_on(engine, now)
         else:
             self.ahead_E[engine.index] = 0
             self._drafters_busy(now)
-
-    def _finished(self, engine: Engine, gone: Ints, now: float) -> None:
-        self.finish_N[gone] = now
-        self.left -= len(gone)
-        for i in gone.tolist():
-            engine.decider.forget(self.ids[i])
 
     def _go_on(self, engine: Engine, now: float) -> None:
         engine.since = max(now, engine.since)

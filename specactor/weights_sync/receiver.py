@@ -32,7 +32,6 @@ _COMPARED_BYTES = 2**26
 """What is compared at once: a GPU makes a byte per element, and a copy of what comes from the host."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_MAX_VIEWS = 1024  # mapped buckets and mirrors that are kept: two of each rank, and `sender.MOST_KEPT`
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -340,7 +339,8 @@ class Receiver:
 
     def _open(self, address: Address) -> torch.Tensor:
         if address not in self._views:
-            if len(self._views) >= _MAX_VIEWS:  # of senders that are gone
+            # More than two buckets of each rank and `sender.MOST_KEPT` mirrors: some are of senders that are gone.
+            if len(self._views) >= 1024:
                 self.close()
             self._views[address] = open_address(address)
         return self._views[address]

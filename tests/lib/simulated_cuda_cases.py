@@ -183,11 +183,11 @@ def learning(device: str) -> tuple[list[Any], list[Any]]:
         heads = torch.randn(rows * ranks, 2, 8, generator=torch.Generator().manual_seed(1)).to(device)
         angles = torch.randn(16, 1, 1, 8, generator=torch.Generator().manual_seed(2)).to(device)
         turned = layers.rotate_packed(heads[:rows], boundaries, angles, cp_group=Group(ranks))
-        plan = layers.plan_packed(boundaries.tolist(), ranks, ranks - 1, boundaries.device)
+        buckets, output_rows_T = layers.plan_packed(boundaries.tolist(), ranks, ranks - 1, boundaries.device)
         scale = SimpleNamespace(softmax_scale=0.3)
-        padded = [layers.PackedAttention._attend(scale, bucket, turned, heads, heads) for bucket in plan.buckets]
+        padded = [layers.PackedAttention._attend(scale, bucket, turned, heads, heads) for bucket in buckets]
         found.append(turned)
-        attended.append(torch.cat(padded).index_select(0, plan.output_rows_T).flatten())
+        attended.append(torch.cat(padded).index_select(0, output_rows_T).flatten())
     return [x.cpu().tolist() for x in found], [x.cpu().tolist() for x in attended]
 
 

@@ -16,10 +16,11 @@ import msgspec
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
+from specactor.config.rules import flat
 from specactor.errors import ConfigError
 from specactor.parallel import meeting
 from specactor.parallel.failure import TICKETS
-from specactor.parallel.meeting import Greeting, HostWatch, Meeting, difference, flat, meet
+from specactor.parallel.meeting import Greeting, HostWatch, Meeting, difference, meet
 
 CONFIG = {"name": "x", "train": {"steps": 3, "adam_betas": (0.9, 0.95)}}
 
@@ -62,7 +63,13 @@ def test_all_ranks_are_told_what_differs(port: int) -> None:
 
 
 def test_programs_are_compared_before_settings() -> None:
-    one = Greeting(host="n0", machine="a", address="", program="specactor 1", settings=flat(CONFIG))
+    one = Greeting(
+        host="n0",
+        machine="a",
+        address="",
+        program="specactor 1",
+        settings={name: repr(value) for name, value in flat(CONFIG).items()},
+    )
     assert difference([one, one]) == ""
     two = msgspec.structs.replace(one, host="n1", program="specactor 2", settings={})
     assert difference([one, one, two]).startswith(

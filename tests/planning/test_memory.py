@@ -19,7 +19,6 @@ from specactor.errors import ConfigError
 from specactor.parallel.layout import Layout, longest_text
 from specactor.planning.command import show_memory
 from specactor.planning.memory import (
-    DRAFT_ROWS,
     MICRO_BATCH,
     PHASES,
     Memory,
@@ -31,7 +30,6 @@ from specactor.planning.memory import (
 )
 from specactor.planning.model_shapes import SHAPES, TransformerShape
 from specactor.recipes import load, recipes, to_json
-from specactor.rollout.sglang.gpu import MAX_ROWS
 from tests.test_step_memory import DRAFT_MICRO_BATCH
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +111,6 @@ def test_rows_of_rounds_have_logits_and_lists_of_keys() -> None:
     assert found("triton", small)[0] - triton == 2304 * 2 * vocab + 512 * (8 * context + 4 * 64 * 4 * 128)
     assert found("fa3", other)[0] - found("fa3")[0] == 2304 * (4 + 2) * 1000 + 512 * 4 * context
     assert found("fa3", replace(small, reads=1)) == found("fa3"), "a head has no graphs"
-    assert DRAFT_ROWS == MAX_ROWS
 
 
 def test_draft_models_in_an_engine_are_added_up() -> None:

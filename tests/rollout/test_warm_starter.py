@@ -129,7 +129,7 @@ def test_what_is_no_order_leaves_the_starter_alone(environment: dict[str, str], 
 def test_a_child_whose_caller_gave_up_ends_before_it_does_anything(environment: dict[str, str], tmp_path: Path) -> None:
     """Else two processes would talk on one socket: the caller starts another one."""
     ours, theirs = socket.socketpair()
-    order = warm._Order(CHILD, (), {k: v for k, v in environment.items() if k != NAME}, os.getcwd())
+    order = (CHILD, (), {k: v for k, v in environment.items() if k != NAME}, os.getcwd())
     with ours, theirs, (tmp_path / "log").open("wb") as log:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(60)

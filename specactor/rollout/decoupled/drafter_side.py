@@ -328,12 +328,7 @@ class MirroredRequests:
             self._commit(session, record.request, 0, record.output_ids)
             return
         self._forget(key)
-        mirror = Mirror(
-            key=key,
-            opening=record,
-            tokens=record.output_ids.copy(),
-            committed=len(record.output_ids),
-        )
+        mirror = Mirror(key=key, opening=record, tokens=record.output_ids.copy(), committed=len(record.output_ids))
         session.mirrors[record.request] = mirror
         self._oldest[key] = mirror
         self._unread.add(key)

@@ -26,22 +26,12 @@ import msgspec
 from specactor.rollout import frames
 from specactor.rollout.decoupled.drafter_side import Continuer, MirroredRequests
 from specactor.rollout.decoupled.protocol import Drops
-from specactor.rollout.decoupled.spec import (
-    TO_DRAFTER,
-    Ask,
-    DrafterSpec,
-    FromDrafter,
-    Start,
-    State,
-    ToDrafter,
-    Work,
-)
+from specactor.rollout.decoupled.spec import TO_DRAFTER, Ask, DrafterSpec, FromDrafter, Start, State, ToDrafter, Work
 from specactor.rollout.decoupled.transport import Hub, Keys, new_session
 from specactor.rollout.frames import Failed, ProtocolError, is_final
 from specactor.rollout.speculation.costs import Point
 from specactor.trace import Recorder
 
-IDLE_S = 0.5  # between two looks at the parent and at engines that have fallen silent
 MAX_LANES = 256  # requests per call of the continuer
 
 _LOG = logging.getLogger(__name__)
@@ -150,7 +140,8 @@ class DrafterLoop:
         """Wait for something to do; return those of `files` that are readable."""
         if self.asleep:
             return list(select.select(files, [], [])[0])
-        return self._hub.wait(0.0 if self.busy else IDLE_S, files)
+        # Twice a second it looks whether its parent is there, and which engines have fallen silent.
+        return self._hub.wait(0.0 if self.busy else 0.5, files)
 
     def sleep(self) -> State:
         if not self.asleep:

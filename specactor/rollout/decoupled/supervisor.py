@@ -15,16 +15,7 @@ import msgspec
 
 from specactor.cpu import sglang as cpu
 from specactor.rollout.child_process import ChildDied, ChildProcess
-from specactor.rollout.decoupled.spec import (
-    FROM_DRAFTER,
-    Ask,
-    DrafterSpec,
-    FromDrafter,
-    Start,
-    State,
-    ToDrafter,
-    Work,
-)
+from specactor.rollout.decoupled.spec import FROM_DRAFTER, Ask, DrafterSpec, FromDrafter, Start, State, ToDrafter, Work
 
 if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights

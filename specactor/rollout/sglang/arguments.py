@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from specactor.config import EngineConfig
-from specactor.errors import ConfigError
+from specactor.errors import ConfigError, did_you_mean
 
 FIELDS = "srt/arg_groups/fields"
 
@@ -29,6 +28,5 @@ def check_extra_args(engine: EngineConfig) -> None:
     known = known_arguments()
     for name in engine.extra_args:
         if known and name not in known:
-            nearest = difflib.get_close_matches(name.replace("-", "_"), sorted(known), n=1)
-            hint = f"Did you mean {nearest[0]}?" if nearest else "Leave it out."
+            hint = did_you_mean(name.replace("-", "_"), sorted(known), "Leave it out.")
             raise ConfigError.at("rollout.engine.extra_args", name, "an argument of SGLang's ServerArgs", hint)

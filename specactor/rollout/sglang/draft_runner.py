@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from specactor.config import EAGLE3_HEAD
+from specactor.config.rollout import DRAFT_ROWS
 from specactor.rollout.sglang import sampling
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, slot_range
-from specactor.rollout.sglang.gpu import MAX_ROWS, graph_sizes, on_device, rows_as_requests
+from specactor.rollout.sglang.gpu import graph_sizes, on_device, rows_as_requests
 from specactor.rollout.speculation.verification import common
 
 DRAFT_TEMPERATURE = 2 / 3
@@ -134,7 +135,7 @@ def load_alone(
         "log_level": "warning",
     }
     if torch.cuda.is_available():
-        arguments["cuda_graph_bs_decode"] = graph_sizes(max(MAX_ROWS, max_requests))
+        arguments["cuda_graph_bs_decode"] = graph_sizes(max(DRAFT_ROWS, max_requests))
     else:
         arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True}
         arguments["disable_cuda_graph"] = True
@@ -395,11 +396,11 @@ class DraftRunner:
         """Return logits [B, V] after each text."""
         rows, last = self._unseen(batch)
         pieces = []
-        for first in range(0, len(rows), MAX_ROWS):
+        for first in range(0, len(rows), DRAFT_ROWS):
             wanted = on_device(
-                [row - first for row in last if first <= row < first + MAX_ROWS], self._device, torch.int64
+                [row - first for row in last if first <= row < first + DRAFT_ROWS], self._device, torch.int64
             )
-            columns = self._columns(rows[first : first + MAX_ROWS], batch)
+            columns = self._columns(rows[first : first + DRAFT_ROWS], batch)
             if len(wanted):
                 pieces.append(self._logits(*columns, wanted))
             else:

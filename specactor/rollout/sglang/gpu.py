@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specactor.config.rollout import SPLIT, TILES
+from specactor.config.rollout import DRAFT_ROWS, SPLIT, TILES
 from specactor.cpu.sglang_hooks import allow_seeded_sampling
 from specactor.errors import EngineError
-
-MAX_ROWS = 512  # rows of a draft model's pass over unseen tokens; its other passes have one per text
 
 
 def install() -> None:
@@ -78,7 +76,7 @@ def rows_as_requests(runner: Any) -> Iterator[None]:
     pool, algorithm = runner.req_to_token_pool, runner.spec_algorithm
     requests, per_request = pool.size, get_spec().speculative_num_draft_tokens
     if runner.is_draft_worker or not per_request:
-        pool.size = max(requests, MAX_ROWS)
+        pool.size = max(requests, DRAFT_ROWS)
     else:
         pool.size = requests * per_request
     runner.spec_algorithm = SpeculativeAlgorithm.NONE

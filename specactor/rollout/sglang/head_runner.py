@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from specactor.config import EAGLE3_HEAD
+from specactor.config.rollout import DRAFT_ROWS
 from specactor.cpu import sglang_ops
 from specactor.errors import EngineError
 from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner, is_mtp, num_features
-from specactor.rollout.sglang.gpu import MAX_ROWS
 
 _KV_CACHE = "kv_cache"  # SGLang's name of the memory that is given back with the KV pool
 MTP_WEIGHTS = "model.mtp_layers."  # how the names of an MTP layer's weights begin in Hugging Face format
@@ -41,7 +41,7 @@ class TargetStates:
         with head.token_to_kv_pool.memory_saver_adapter.region(_KV_CACHE):
             self._states_SF = torch.zeros(num_slots, wanted, dtype=head.dtype, device=head.device)
         self._table = target.req_to_token_pool.req_to_token
-        rows = max(MAX_ROWS, head.req_to_token_pool.size)
+        rows = max(DRAFT_ROWS, head.req_to_token_pool.size)
         self.own_RH = torch.zeros(rows, head.model_config.hidden_size, dtype=head.dtype, device=head.device)
         """Where a graph of the head reads its rows' hidden states, and leaves the head's own."""
         target.model.model.register_forward_hook(self._write, with_kwargs=True)
@@ -191,7 +191,7 @@ class HeadRunner(DraftRunner):
     first_token = 1
     keeps_drafts = False
     prefill_tokens = 0
-    few_rows = MAX_ROWS
+    few_rows = DRAFT_ROWS
     """Unseen tokens of a batch that one pass reads; of more, those before a text's last leave keys and values alone.
     Catching up in a response takes an eighth of the time then after 128 prompts of 400 tokens, three quarters after
     prompts of 20 (2026-11-27, one core)."""
@@ -246,8 +246,8 @@ class HeadRunner(DraftRunner):
         before = [row for r, row in enumerate(rows) if r not in ends]
         self._attention.forward = self._leave_keys
         try:
-            for first in range(0, len(before), MAX_ROWS):
-                part = self._batch(*self._columns(before[first : first + MAX_ROWS], batch))
+            for first in range(0, len(before), DRAFT_ROWS):
+                part = self._batch(*self._columns(before[first : first + DRAFT_ROWS], batch))
                 self._bind(part)
                 with suppress(_KeysWritten):
                     self._forward(part)

@@ -35,7 +35,6 @@ class Tile(NamedTuple):
 # Of eleven and sixteen sizes those that were fast at all shapes of Qwen3-30B-A3B on an H200; by the most rows.
 PRODUCTS = {16: Tile(16, 64, 128), 64: Tile(64, 64, 128), 512: Tile(64, 128, 64)}
 FEW, MANY = Tile(16, 64, 128), Tile(64, 128, 64)
-EXPERTS = 4  # rows of an expert on average, up to which they are few
 OF_SGLANG = Tile(128, 128, 64, 8, 3)
 SGLANGS = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8}
 """SGLang's own for experts: with the number of warps and stages that Triton takes by default."""
@@ -93,7 +92,8 @@ def _of_experts(original: Callable[..., dict[str, int]], *args: Any) -> dict[str
     # SGLang names no type for 16 bits, and has the one size in its batch-invariant mode alone
     if dtype is not None or own != SGLANGS or not _may_choose():
         return own
-    return (FEW if rows * per_row <= EXPERTS * experts else MANY).config()
+    is_few = rows * per_row <= 4 * experts  # an expert has four rows on average, or fewer
+    return (FEW if is_few else MANY).config()
 
 
 def multiply_experts(config: dict[str, int], a: Tensor, b: Tensor) -> Tensor:

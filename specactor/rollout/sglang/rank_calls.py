@@ -21,11 +21,8 @@ METHOD = "specactor_call"  # name under which SGLang finds `_run` on its schedul
 PAYLOAD_FILE = "payload"
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's answer: ``error`` is empty, or ``value`` is."""
-
-    value: bytes = b""
-    error: str = ""
+Reply = tuple[bytes, str]
+"""One rank's answer, and what it failed with, of which one is empty."""
 
 
 class RankContext(EngineRank):
@@ -122,16 +119,16 @@ def reply_file(folder: Path, tp_rank: int) -> Path:
 
 def read_replies(folder: Path, tp_size: int) -> list[bytes]:
     """Return every rank's answer. Raises EngineError that names failed ranks."""
-    replies = []
+    replies: list[Reply] = []
     for rank in range(tp_size):
         file = reply_file(folder, rank)
         if not file.exists():
             raise EngineError(f"rank {rank} did not answer: the plugin of specactor is not active in it")
         replies.append(msgspec.msgpack.decode(file.read_bytes(), type=Reply))
-    errors = [f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error]
+    errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(replies) if error]
     if errors:
         raise EngineError("; ".join(errors))
-    return [reply.value for reply in replies]
+    return [value for value, _ in replies]
 
 
 def _run(scheduler: Any, name: str, folder: str) -> None:
@@ -140,10 +137,10 @@ def _run(scheduler: Any, name: str, folder: str) -> None:
     try:
         payload = (Path(folder) / PAYLOAD_FILE).read_bytes()
         with torch.no_grad():
-            reply = Reply(value=find(name)(context, payload))
+            reply: Reply = find(name)(context, payload), ""
     except Exception as error:  # the boundary of the process: whatever a call raises must reach the caller
         traceback.print_exc()
-        reply = Reply(error=f"{type(error).__name__}: {error}")
+        reply = b"", f"{type(error).__name__}: {error}"
     reply_file(Path(folder), context.tp_rank).write_bytes(msgspec.msgpack.encode(reply))
 
 

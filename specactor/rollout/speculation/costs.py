@@ -269,10 +269,6 @@ class OnlineCosts:
         self._next_fit = FIRST_FIT
         self._use(table)
 
-    @property
-    def table(self) -> CostTable | None:
-        return self._table
-
     def wanted(self, max_window: int) -> int:
         return min(TRIED[self._rounds % len(TRIED)], max_window)
 
@@ -283,10 +279,6 @@ class OnlineCosts:
 
     def plain_is_next(self) -> bool:
         return TRIED[(self._rounds + 1) % len(TRIED)] == 0
-
-    def verify_curve(self, requests: int, max_rows: int) -> NDArray[np.float64]:
-        """Return seconds of a forward for rows = requests, .., max_rows, read-only."""
-        return self._curve(requests, max_rows)
 
     def plain_s(self, requests: int) -> float:
         """Return the seconds of a plain step, corrected by those measured."""
@@ -364,14 +356,15 @@ class OnlineCosts:
         self.correction = Correction()
 
     def _use(self, table: CostTable | None) -> None:
-        self._table = table
+        self.table = table
         self._plain_s = cache(lambda requests: self._known().plain_s(requests))
         self._draft_s = cache(lambda drafter, requests, depth: self._known().draft_s(drafter, requests, depth))
-        self._curve = lru_cache(256)(lambda requests, rows: self._known().verify_curve(requests, rows))
+        # (requests, max_rows) -> seconds of a forward for rows = requests, .., max_rows, read-only
+        self.verify_curve = lru_cache(256)(lambda requests, rows: self._known().verify_curve(requests, rows))
 
     def _known(self) -> CostTable:
-        assert self._table is not None, "ask for `wanted` windows until there is a table"
-        return self._table
+        assert self.table is not None, "ask for `wanted` windows until there is a table"
+        return self.table
 
 
 def _bracket(axis: Sequence[float], x: float) -> tuple[int, int, float]:

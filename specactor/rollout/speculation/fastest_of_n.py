@@ -110,9 +110,10 @@ def candidates(
         rows = survivals(of_request, [lists[i] for lists in lone], [lists[i] for lists in late])
         for name, draft, own in zip(names, of_request, rows, strict=True):
             shared[name].append(len(draft) - len(own))
-        chances, owners = _in_order(names, rows)
-        all_survivals.append(chances[:max_tokens])
-        all_owners.append(owners[:max_tokens])
+        pairs = [(-p, name) for name, own in zip(names, rows, strict=True) for p in own]
+        pairs.sort(key=itemgetter(0))  # best first; stable, so parents come before
+        all_survivals.append([-p for p, _ in pairs[:max_tokens]])
+        all_owners.append([name for _, name in pairs[:max_tokens]])
 
     def chosen(windows: Sequence[int]) -> Drafts:
         owners = [of_request[:window] for of_request, window in zip(all_owners, windows, strict=True)]
@@ -125,10 +126,3 @@ def candidates(
         return out
 
     return all_survivals, chosen
-
-
-def _in_order(names: Sequence[str], rows: Sequence[list[float]]) -> tuple[list[float], list[str]]:
-    """Return (probabilities, whose) of all own tokens, best first, parents before."""
-    pairs = [(-p, name) for name, own in zip(names, rows, strict=True) for p in own]
-    pairs.sort(key=itemgetter(0))  # stable
-    return [-p for p, _ in pairs], [name for _, name in pairs]

@@ -24,15 +24,7 @@ from specactor.rollout.speculation.drafter_set import DrafterSet
 from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.fastest_of_n import candidates, further
 from specactor.rollout.speculation.verification import Decision, Drafts
-from specactor.rollout.speculation.windows import (
-    CHANGE_MARGIN,
-    OFF,
-    Choice,
-    best_windows,
-    choose,
-    padded,
-    whole_drafts,
-)
+from specactor.rollout.speculation.windows import CHANGE_MARGIN, OFF, Choice, best_windows, choose, padded, whole_drafts
 
 MARGIN = 0.1
 """Tokens per round by which another drafter must promise more before a request changes; a share while there is no
@@ -56,12 +48,7 @@ class Planner:
         self.may_stop = config.mode == "auto" and config.window is None
 
     def options(
-        self,
-        sequences: Sequence[DraftSequence],
-        caps: Sequence[int],
-        drafts: Drafts,
-        *,
-        max_branches: int = 0,
+        self, sequences: Sequence[DraftSequence], caps: Sequence[int], drafts: Drafts, *, max_branches: int = 0
     ) -> dict[str, Choice]:
         requests = len(sequences)
         plain_s = self._costs.plain_s(requests)
@@ -71,14 +58,7 @@ class Planner:
                 continue
             reading = self._estimates.reading[name]
             choice = of_drafter(
-                name,
-                model,
-                self._costs,
-                sequences,
-                caps,
-                drafts.get(name),
-                windows=self._windows,
-                ready=reading.ready,
+                name, model, self._costs, sequences, caps, drafts.get(name), windows=self._windows, ready=reading.ready
             ).corrected(self._costs.correction.factor(name), reading.seconds)
             if self._drafter_set.drafters[name].drafts_ahead:
                 gain = self.usual_gain(name, tokens=choice.emitted / requests, rounds=choice.round_s / plain_s)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 
-from specactor.config import DRAFTERS, SpeculationConfig
-from specactor.config.speculation import MTP, kind_of
-from specactor.errors import ConfigError
+from specactor.config import SpeculationConfig
+from specactor.config.speculation import DRAFTERS, MTP, kind_of
+from specactor.errors import ConfigError, did_you_mean
 from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.previous import PreviousDrafter
@@ -62,9 +61,8 @@ def _find(name: str) -> Callable[[], Drafter]:
         return OVER_TEXT[name]
     module, _, attribute = name.partition(":")
     if not attribute:
-        nearest = difflib.get_close_matches(name, (*OVER_TEXT, MTP, "model", "decoupled"), n=1)
-        listed = "Separate names by blanks." if "," in name else ""
-        hint = listed or (f"Did you mean {nearest[0]}?" if nearest else "Choose one of these.")
+        hint = did_you_mean(name, (*OVER_TEXT, MTP, "model", "decoupled"), "Choose one of these.")
+        hint = "Separate names by blanks." if "," in name else hint
         raise ConfigError.at("rollout.speculation.drafters", name, DRAFTERS, hint)
     try:
         found: Callable[[], Drafter] = getattr(importlib.import_module(module), attribute)

@@ -53,44 +53,41 @@ def chain(tokens: Sequence[int]) -> DraftTree:
 
 def merged(drafts: Sequence[Sequence[int]]) -> DraftTree:
     """Return the tree of several chains, earlier ones first."""
-    grown = _Growing(None, None)
-    for draft in drafts:
-        grown.add(draft)
-    return DraftTree(tuple(grown.tokens), tuple(grown.parents))
+    tokens, parents, _, _ = _grown(drafts)
+    return DraftTree(tuple(tokens), tuple(parents))
 
 
 def held(drafts: Sequence[Sequence[int]], *, max_tokens: int, max_branches: int) -> tuple[list[int], int]:
     """Return (tokens that a bounded tree has of each draft, an upper bound of its branches); drafts are cut to both
     limits."""
-    grown = _Growing(max_tokens, max_branches)
-    return [grown.add(draft) for draft in drafts], grown.branches
+    _, _, lengths, rows = _grown(drafts, max_tokens, max_branches)
+    return lengths, rows
 
 
-class _Growing:
-    __slots__ = ("_children", "_max_branches", "_max_tokens", "branches", "parents", "tokens")
-
-    def __init__(self, max_tokens: int | None, max_branches: int | None) -> None:
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.branches = 0  # rows that do not follow the row before; at least the number of `branches`
-        self._children: dict[tuple[int, int], int] = {}
-        self._max_tokens, self._max_branches = max_tokens, max_branches
-
-    def add(self, draft: Sequence[int]) -> int:
-        tokens, children = self.tokens, self._children
-        row = 0
-        for depth, token in enumerate(draft):
+def _grown(
+    drafts: Sequence[Sequence[int]], max_tokens: int | None = None, max_branches: int | None = None
+) -> tuple[list[int], list[int], list[int], int]:
+    """Return (tokens, parents, tokens that the tree has of each draft, rows that do not follow the row before)."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    lengths: list[int] = []
+    children: dict[tuple[int, int], int] = {}
+    num_branches = 0  # at least the number of `branches`
+    for draft in drafts:
+        row = length = 0
+        for token in draft:
             child = children.get((row, token))
             if child is None:
                 is_branch = row != len(tokens)
-                if len(tokens) == self._max_tokens or (is_branch and self.branches == self._max_branches):
-                    return depth
-                self.branches += is_branch
+                if len(tokens) == max_tokens or (is_branch and num_branches == max_branches):
+                    break
+                num_branches += is_branch
                 tokens.append(token)
-                self.parents.append(row)
+                parents.append(row)
                 child = children[row, token] = len(tokens)
-            row = child
-        return len(draft)
+            row, length = child, length + 1
+        lengths.append(length)
+    return tokens, parents, lengths, num_branches
 
 
 def branches(tree: DraftTree) -> list[list[int]]:

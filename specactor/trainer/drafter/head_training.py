@@ -23,8 +23,6 @@ from specactor.trainer.drafter.recorder import SURELY_NOT
 from specactor.trainer.drafter.train import DrafterTrainer
 from specactor.trainer.drafter.updates import PlainUpdater
 
-DECAY = 0.8  # weight of a step beside the one before it, which more drafts reach
-
 
 def logprobs(target: Any, head: Head, batch: losses.Batch, *, steps: int) -> list[Tensor]:
     """Return [N, V] of the target, then of every step of the head: -inf at tokens and places that it does not reach."""
@@ -66,7 +64,7 @@ class HeadTrainer(DrafterTrainer):
 
     def _loss(self, batch: losses.Batch) -> tuple[Tensor, Tensor]:
         """Average KL(policy, head) over the steps."""
-        weights = [DECAY**step for step in range(HEAD_STEPS)]
+        weights = [0.8**step for step in range(HEAD_STEPS)]  # fewer drafts reach a step than the one before
         loss, first, overlap = torch.zeros((), device=self.device), None, torch.zeros((), device=self.device)
         by_step = self._from_target(batch) if self._target is not None else self._from_policy(batch)
         for weight, (kl_N, overlap_N) in zip(weights, by_step, strict=True):

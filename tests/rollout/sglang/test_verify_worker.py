@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from specactor.config import EngineConfig, SpeculationConfig
+from specactor.config.rollout import DRAFT_ROWS
 from specactor.progress import Progress
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
-from specactor.rollout.sglang.gpu import MAX_ROWS
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.windows import OFF as OFF_NAME
@@ -166,7 +166,7 @@ def in_graphs(engine: Engine, kind: bytes, *, beyond: int) -> Iterator[None]:
         replayed = json.loads(engine.rank_call("graphs.drop", kind, timeout_s=60)[0])
     assert width == 1
     of_verifications = engine.spec.config.max_running_requests * (engine.spec.speculation.max_window + 1)
-    assert max(sizes) == (MAX_ROWS if b"draft" in kind else of_verifications)
+    assert max(sizes) == (DRAFT_ROWS if b"draft" in kind else of_verifications)
     assert max(map(int, replayed)) > beyond
 
 

@@ -183,7 +183,7 @@ def test_its_loss_is_the_distance_from_the_target(targets: dict[str, Path], roll
     loss, sums = trainer._loss(batch)
     reference = ReferenceHead(tmp_path / "head", target)
     expected, first = 0.0, 0.0
-    weights = [head_training.DECAY**k for k in range(HEAD_STEPS)]
+    weights = [0.8**k for k in range(HEAD_STEPS)]
     for example in examples:
         text = example.token_ids.tolist()
         with torch.no_grad():
