@@ -205,7 +205,7 @@ def _hardware(devices: Devices) -> list[Finding]:
 
 
 def _optional(devices: Devices) -> list[Finding]:
-    """A package that is installed and broken may stop Megatron-core from importing."""
+    """Try optional packages: one that is installed and broken may stop Megatron-core from importing."""
     gpu = bool(devices.gpus)
     instead = {
         "transformer_engine": (

@@ -131,10 +131,10 @@ def of_tail(
     """Return what was done with a step's last requests and incomplete groups.
 
     Args:
-        woken: None: no drafter can be woken.
-        moved: groups; None: there is one engine.
-        left: None: the step waits for all groups.
-        open_tokens: begun of their responses that had not finished.
+        woken: drafters woken on idle devices; None: none can be.
+        moved: groups that another engine took; None: there is one engine.
+        left: incomplete groups; None: the step waits for all.
+        open_tokens: tokens of their unfinished responses.
     """
     found: dict[str, float] = {} if moved is None else {"tail/groups_moved": moved}
     if woken is not None:
@@ -150,7 +150,7 @@ def of_tail(
 
 
 def of_drafters(counts: Mapping[str, Counts], work: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """`work` is (seconds of drafting, drops) of each drafter process."""
+    """Return what drafters count themselves. `work` is (seconds of drafting, drops) of each drafter process."""
     own = {
         f"speculation/{drafter}/{name}": value
         for drafter, of in counts.items()

@@ -248,7 +248,7 @@ def training() -> list[Panel]:
 
 def speculation(run: Run) -> list[Panel]:
     def of(*parts: tuple[str, str, str]) -> list[Curve]:
-        """`parts` are (label with {}, last part of the metric, style)."""
+        """Return a curve per drafter and part: (label with {}, last part of the metric, style)."""
         pairs = [(name, colour, part) for name, colour in run.drafters.items() for part in parts]
         return [(label.format(n), f"speculation/{n}/{key}", colour, style) for n, colour, (label, key, style) in pairs]
 
@@ -290,7 +290,7 @@ def table(title: str, rows: Rows) -> str:
 
 
 def _figures(run: Run, panels: Sequence[Panel]) -> str:
-    """As images, pictures share no ids, and nothing in them could run."""
+    """Return the panels as images, which share no ids, and in which nothing could run."""
     cards = []
     for title, unit, draw in panels:
         with rc_context(LOOK):

@@ -14,8 +14,8 @@ LOSSES = ("ppo_clip", "gspo", "cispo")
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
-    """It says what tokens weigh whose probability was another where they were sampled: engines round, policies grow
-    old. The formulas are in ``specactor.trainer.losses``."""
+    """Importance sampling: weights of tokens that were sampled with other probabilities than the trainer's, since
+    engines round and policies grow old. The formulas are in ``specactor.trainer.losses``."""
 
     level: Literal["off", "token", "sequence", "geometric"] = "token"
     """What has a ratio exp(trainer - sampled) of probabilities: token: each for itself; sequence: the product over its

@@ -37,7 +37,7 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow: a file without it was c
 
 
 class Dataset(Sequence[Problem]):
-    """Problem i has index i."""
+    """A sequence of problems, in which problem i has index i."""
 
     def __init__(self, problems: Iterable[Problem], sizes: Sequence[int] = ()) -> None:
         self._problems = tuple(problems)

@@ -19,7 +19,7 @@ Said = str | Sequence[Message]  # a text is taken as it is; messages go through 
 
 
 class Environment(Protocol):
-    """Its ``async def close(self)``, if any, is called when the conversation is over."""
+    """What the policy talks to. ``async def close(self)``, if any, is called when the conversation is over."""
 
     async def start(self, problem: Problem) -> Said:
         """Return what the policy sees first."""

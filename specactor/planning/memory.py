@@ -205,7 +205,7 @@ def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
 
 
 def _on_hosts(config: Config, policy: TransformerShape, hosted: int) -> dict[Phase, float]:
-    """Of every rank's draft model, in locked memory, which is kept."""
+    """Return the locked host memory, by phase, that holds every rank's draft model."""
     learns = _learns(config, policy)
     if learns is None or (config.distillation.zero_stage and not config.distillation.offload):
         return {}

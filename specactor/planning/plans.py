@@ -108,7 +108,7 @@ class DrafterEngine:
 class DrafterOption:
     name: str
     survival: tuple[float, ...]  # P(the first j draft tokens are accepted), j = 1, 2, ..: bounds the window
-    engines: tuple[DrafterEngine, ...] = ()  # none: it drafts on the verifiers' devices only
+    engines: tuple[DrafterEngine, ...] = ()  # none: it drafts on the engines' devices only
     footprint: Footprint = NOTHING
 
     def __post_init__(self) -> None:

@@ -63,7 +63,7 @@ def cost_table(measured: Measured, *, model: str, device: str, date: str) -> Cos
 
 
 def _grid(medians: Mapping[Cell, float], *, first: int) -> Grid:
-    """`first` counts tokens per request beside the window."""
+    """Return the medians as a grid; `first` counts tokens per request beside the window."""
     requests = sorted({cell.requests for cell in medians})
     windows = sorted({cell.window for cell in medians})
     seconds = {(cell.requests, cell.window): s for cell, s in medians.items()}

@@ -101,10 +101,9 @@ def _run(folder: Path) -> Path:
 
 
 def check(what: Replay, config: Config, recorded: StepRecord) -> None:
-    if config.rollout.oversample > 1:
-        raise ConfigError.at(
-            "rollout.oversample", config.rollout.oversample, "1", "Which groups are complete first is up to chance."
-        )
+    oversample = config.rollout.oversample
+    if oversample > 1 and config.algorithm.dynamic_sampling == "off":  # else the first in the order of the data count
+        raise ConfigError.at("rollout.oversample", oversample, "1", "Which groups are complete first is up to chance.")
     if not recorded.samples:
         raise ConfigError.at("--step", what.step, "a step that sampled", "Step 0 has weights alone.")
     if not what.alone:

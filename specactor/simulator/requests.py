@@ -87,7 +87,7 @@ class Requests:
 
 
 def draw(lengths: Lengths, *, prompts: int, group_size: int, seed: Sequence[int]) -> Requests:
-    """`odds` are for a spread of 1; a method's own is a power of it."""
+    """Draw requests. `odds` are for a spread of 1; a method's own is a power of it."""
     assert min(prompts, group_size) >= 1, (prompts, group_size)
     rng = np.random.default_rng(list(seed))
     group_N = np.repeat(np.arange(prompts, dtype=np.int64), group_size)

@@ -97,7 +97,7 @@ class Rollout:
         option = next(v for v in options.verifiers if v.devices == plan.verifiers.devices_each)
         self.remote = self._remote()
         self.engines = self._engines(option)
-        # a plan that drafts on the verifiers' devices keeps memory for its drafter.
+        # a plan that drafts on engines' devices keeps memory for its drafter.
         own = options.drafter(plan.drafter) if plan.mode == "coupled" else None
         self.room = option.requests(own.footprint) if own else option.requests()
         self.ahead_E = np.zeros(len(self.engines), np.int64)

@@ -43,7 +43,7 @@ from megatron.core import parallel_state  # noqa: E402
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStats:
-    """Of one step; `specactor.metrics` says what those mean that are logged. nan: there was nothing to compare."""
+    """Statistics of one step; `specactor.metrics` explains those that are logged. nan: nothing to compare."""
 
     loss: float
     grad_norm: float

@@ -165,7 +165,7 @@ def _distil(
     updates: int,
     seed: int,
 ) -> RefreshStats:
-    """Collective; rank 0 writes."""
+    """Distil a draft model on the examples, and write it to `folder` on rank 0. Collective."""
     init.quiet()
 
     def make() -> tuple[Any, Any]:

@@ -107,7 +107,7 @@ class Cuda:
             self._do("cudaSetDevice", SEEN, before.value)
 
     def _do(self, name: str, way_out: str, *arguments: Any, otherwise: str = "") -> None:
-        """`otherwise`: the way out of errors other than arguments that CUDA takes for invalid."""
+        """Call the runtime. `way_out`: of arguments that it takes for invalid; `otherwise`: of other errors."""
         if code := getattr(self._runtime, name)(*arguments):
             self._runtime.cudaGetLastError()  # or PyTorch would find this error after its next kernel
             # cudaErrorInvalidValue, 1: so CUDA refuses a handle of what cudaMalloc did not make

@@ -52,7 +52,7 @@ class Pull(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Its fields differ from those of the policy's messages, so neither is taken for the other."""
+    """A push of a draft model. Its fields differ from those of the policy's messages, so none is mistaken."""
 
     draft_version: int
     address: Address

@@ -131,6 +131,17 @@ def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
         called(command.replay, run, "--step", 2)
 
 
+def test_groups_drawn_ahead_are_repeated_with_dynamic_sampling(tmp_path: Path, torchrun: list[Any]) -> None:
+    """It keeps the first useful groups in the order of the data; without it the first that are complete are kept."""
+    config = quickstart.plain()
+    ahead = replace(config, rollout=replace(config.rollout, oversample=2.0))
+    with pytest.raises(ConfigError, match=r"rollout\.oversample: got 2\.0, expected 1"):
+        called(command.replay, write_run(tmp_path / "first", RUN, ahead), "--step", 2)
+    dynamic = replace(ahead, algorithm=replace(ahead.algorithm, dynamic_sampling="unequal"))
+    with pytest.raises(DataError, match="torchrun ended with 7"):
+        called(command.replay, write_run(tmp_path / "dynamic", RUN, dynamic), "--step", 2)
+
+
 def test_bits_are_promised_where_engines_have_them() -> None:
     plain = quickstart.plain()
     engine = replace(plain.rollout.engine, extra_args={"attention_backend": "triton"})

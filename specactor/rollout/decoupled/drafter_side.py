@@ -284,7 +284,7 @@ class MirroredRequests:
         return session
 
     def _begin(self, number: int, engine: str, now_s: float) -> _Session:
-        """Begin an engine's new incarnation: what the last one asked for is over."""
+        """Begin an engine's new session: what the last one asked for is over."""
         if engine in self._engines:
             self._end(self._sessions[self._engines[engine]])
         session = _Session(number=number, engine=engine, heard_s=now_s)

@@ -77,7 +77,7 @@ def serve(
 
 
 class BatchTiming:
-    """It remembers seconds of batches by their lanes: of each magnitude the latest 15, which count from three on."""
+    """Seconds of batches by their number of lanes: of each magnitude the latest 15, which count from three on."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}  # by the logarithm of lanes

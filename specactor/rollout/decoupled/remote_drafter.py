@@ -15,7 +15,7 @@ from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 
 
 class Decoupled(Drafter):
-    """Call `stop` in the end, or let the object go."""
+    """Drafts of other processes. Call `stop` in the end, or let the object go."""
 
     drafts_ahead = True
 

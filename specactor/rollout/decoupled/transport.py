@@ -25,7 +25,7 @@ _send = zmq.backend.Socket.send  # without pyzmq's wrapper, which costs as much 
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """Of an engine, or of a drafter."""
+    """The CURVE key pair of an engine, or of a drafter."""
 
     public: str
     secret: str = field(repr=False)

@@ -178,7 +178,7 @@ class SequenceCache:
     """Draft tokens that it saw after those; they count as far as the text goes on with the same."""
 
     def grow(self, length: int, tokens: Sequence[int]) -> None:
-        """`tokens` follow the text, which had `length`."""
+        """Append `tokens` to the text, which had `length`."""
         if self.cached == length:
             self.cached += common(self.fed, tokens)
         self.fed = []

@@ -23,7 +23,7 @@ from specactor.weights_sync.messages import Answer, DraftWeights
 
 
 class ModelDrafter(Drafter):
-    """`attach` it to an engine rank before it is asked."""
+    """A draft model in the engine. `attach` it to an engine rank before it is asked."""
 
     drafts_first = False
     runner_type = DraftRunner

@@ -68,7 +68,7 @@ class Drafter(ABC):
         """A request starts; nothing of it was committed yet."""
 
     def commit(self, sequence: DraftSequence, tokens: Sequence[int]) -> None:  # noqa: B027  (optional)
-        """`tokens` were appended to `sequence.output_ids`, drafted or not."""
+        """Hear that `tokens` were appended to `sequence.output_ids`, drafted or not."""
 
     def close(self, sequence: DraftSequence) -> None:  # noqa: B027  (optional)
         """The request has ended, or was aborted."""

@@ -59,5 +59,5 @@ def _bytes(text: array[int]) -> int:
 
 
 def _key(sequence: DraftSequence) -> tuple[int, int]:
-    """Two prompts of one hash would cost wrong drafts, and no more."""
+    """Return what to find a text by. Two prompts of one hash would cost wrong drafts, and no more."""
     return hash(sequence.prompt_ids), sequence.seed

@@ -79,16 +79,20 @@ class Speculator:
         caps = [max(0, min(limit, self.config.largest_window)) for limit in limits]
         started = self._clock()
         self.estimates.looked(self._looks.over())
-        if not self._observe(caps):
+        if not self._asks_drafters(caps):
             self._is_behind = True
             self._decision = self._plain(len(sequences))
             return self._decision
-        decision = self._best(sequences, caps, max_branches) if self._chooses_by_cost else self._tried(sequences, caps)
+        if self._chooses_by_cost:
+            decision = self._by_cost(sequences, caps, max_branches)
+        else:
+            decision = self._by_turns(sequences, caps)
         decision.draft_s = self._clock() - started
         self._decision = decision
         return decision
 
-    def _observe(self, caps: Sequence[int]) -> bool:
+    def _asks_drafters(self, caps: Sequence[int]) -> bool:
+        """Count the round, and find drafters. Returns whether any is asked in it."""
         if self._chooses_by_cost and not any(caps):
             if self._may_rest() and self._back_off.count_round(len(caps)):
                 self._back_off.looked(look_s=0.0, plain_s=1.0)  # there is nothing to look at
@@ -96,7 +100,7 @@ class Speculator:
         if self._may_rest() and not self._back_off.count_round(len(caps)):
             return False
         self.drafter_set.find()
-        verified = self._verified()
+        verified = self._to_verify()
         for name, drafter in self.drafters.items():
             drafter.is_verified = name in verified
         return bool(self.drafter_set.there)
@@ -181,7 +185,8 @@ class Speculator:
         self.drafter_set.note_figures()
         return self.estimates.report()
 
-    def _tried(self, sequences: Sequence[DraftSequence], caps: Sequence[int]) -> Decision:
+    def _by_turns(self, sequences: Sequence[DraftSequence], caps: Sequence[int]) -> Decision:
+        """Draft with a fixed window, or, while costs are unknown, with windows and drafters in turns."""
         started = self._clock()
         self._tell(sequences)
         seldom, most, turn = self._may_rest(), self.config.window or 0, 0
@@ -214,20 +219,20 @@ class Speculator:
         )
 
     def _may_rest(self) -> bool:
-        """Whether decoding stays plain until the next look."""
+        """Return whether decoding is plain, so that drafters are asked only now and then."""
         # Without any draft costs stay unknown.
         may = self.costs.table is not None or self._fruitless >= 16
         return may and self.planner.may_stop and self.planner.current == OFF
 
-    def _verified(self) -> Collection[str]:
-        """Drafters whose drafts this round would verify, not look at."""
+    def _to_verify(self) -> Collection[str]:
+        """Return the drafters whose drafts this round would verify, not look at."""
         if not self._chooses_by_cost:
             return () if self._may_rest() else self.drafters
         if self.planner.current == OFF:
             return ()
         return (self.planner.current,) if self.planner.current in self.drafters else self.drafters
 
-    def _best(self, sequences: Sequence[DraftSequence], caps: list[int], max_branches: int) -> Decision:
+    def _by_cost(self, sequences: Sequence[DraftSequence], caps: list[int], max_branches: int) -> Decision:
         requests, started = len(sequences), self._clock()
         if self._may_rest() and self._back_off.is_long and not self._back_off.goes_on:
             self.drafter_set.hindsight(sequences, caps)

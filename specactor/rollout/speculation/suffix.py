@@ -38,7 +38,7 @@ Ints = NDArray[np.signedinteger]
 
 
 class SuffixDrafter(Drafter):
-    """It takes 210 to 420 bytes per token held, and 16 per token that may be."""
+    """The drafter `suffix`. It takes 210 to 420 bytes per token held, and 16 per token that may be."""
 
     name = "suffix"
 

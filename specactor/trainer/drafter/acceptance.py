@@ -36,7 +36,7 @@ class Acceptance:
 def measure(
     target: Any, draft: Any, examples: Sequence[TrainingExample], *, window: int, seed: int, tokens_per_pass: int = 4096
 ) -> Acceptance:
-    """`draft` is a causal model of transformers, or an EAGLE-3 head of the target."""
+    """Return how much of `draft`, a causal model of transformers or an EAGLE-3 head, the target would accept."""
     chance = torch.Generator().manual_seed(seed)
     shared: list[NDArray[np.bool_]] = []
     overlap = entropy = 0.0

@@ -135,7 +135,7 @@ class _Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """Its parameters have the published names."""
+    """An EAGLE-3 head, whose parameters have the published names."""
 
     def __init__(self, config: Any, embedding: Tensor, *, owns_embedding: bool = False) -> None:
         """Take a LlamaConfig with EAGLE-3's fields, and the embedding [V, H]."""
