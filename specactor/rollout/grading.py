@@ -37,6 +37,7 @@ NEW_S = 10.0  # the first answer's time, with the verifier's imports, until othe
 START_S = 60.0
 GRACE_S = 1.0  # beyond its time, until the process of a silent verifier is ended
 MAX_HUNG = 8  # in a row, until a verifier is not asked again in this rollout
+LOG_BYTES = 2**28  # of what verifiers print, which is emptied beyond
 TOGETHER = 64  # asynchronous verifiers that are awaited at a time
 
 
@@ -123,6 +124,9 @@ class Grading:
 
     def begin(self) -> None:
         """Begin a rollout: verifiers that hung are asked again."""
+        with contextlib.suppress(OSError):
+            if os.path.getsize(self._log_file) > LOG_BYTES:
+                os.truncate(self._log_file, 0)  # all append to it
         self._hung.clear()
         self._verdicts.clear()
 
