@@ -2,9 +2,9 @@
 
     {"prompt": "How many primes are below 1000?", "answer": "168", "verifier": "examples.python_tool:PythonTool"}
 
-The child has bounds on processor time, memory, wall time and output; it has no network, writes no files, and whatever
-it starts ends with it. It reads what its user may read, so run it as a user who may read little. What it prints is
-untrusted: it reaches the model as text, and cannot become a special token.
+The child has bounds on processor time, memory, wall time and output; it has no network, writes, empties and removes no
+files, and whatever it starts ends with it. It reads what its user may read, so run it as a user who may read little.
+What it prints is untrusted: it reaches the model as text, and cannot become a special token.
 """
 
 import asyncio
@@ -21,16 +21,20 @@ from specactor.types import Problem
 
 CPU_S, WALL_S, MEMORY_BYTES, OUTPUT_BYTES = 5, 10.0, 2**29, 2000
 NO_NAMESPACES = 97
-"""Exit status where the system has no user namespaces for this user."""
+"""Exit status where the system has no user namespaces for this user, or is older than Linux 5.12."""
 
 CHILD = f"""
 import ctypes, os, resource, signal, sys
 libc = ctypes.CDLL(None)
-if libc.unshare(0x10000000 | 0x40000000 | 0x20000000):  # user, network and process namespaces
+if libc.unshare(0x10000000 | 0x40000000 | 0x20000000 | 0x20000):  # user, network, process and mount namespaces
+    os._exit({NO_NAMESPACES})
+read_only = (ctypes.c_uint64 * 4)(1)
+if libc.syscall(442, -100, b"/", 0x8000, read_only, ctypes.c_size_t(32)):  # mount_setattr, of all that is mounted
     os._exit({NO_NAMESPACES})
 if pid := os.fork():
     os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 127)
 libc.prctl(1, signal.SIGKILL)  # dies with its parent; and with it, the first of its namespace, all that it started
+libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())  # else the code could undo that
 code = sys.stdin.read()
 for kind, most in (("CPU", {CPU_S}), ("AS", {MEMORY_BYTES}), ("FSIZE", 0), ("CORE", 0), ("NPROC", 64)):
     resource.setrlimit(getattr(resource, "RLIMIT_" + kind), (most, most))
@@ -71,7 +75,7 @@ async def run_python(code: str) -> str:
             os.killpg(child.pid, signal.SIGKILL)
         await child.wait()
     if child.returncode == NO_NAMESPACES:
-        raise RuntimeError("this system has no user namespaces for this user: the tool would have a network")
+        raise RuntimeError("this system has no user namespaces for this user: the tool would have a network, and files")
     return output[:OUTPUT_BYTES].decode("utf-8", "replace") + ending
 
 

@@ -64,8 +64,17 @@ def test_there_is_no_network_and_no_file_to_write(tmp_path: Path) -> None:
         code = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)"
         socket.create_connection(("127.0.0.1", port), 2).close()
         assert "unreachable" in output(code)
-    assert "File too large" in output(f"print('a', file=open({str(tmp_path / 'a')!r}, 'w'), flush=True)")
-    assert (tmp_path / "a").read_text() == ""
+    (file := tmp_path / "a").write_text("kept")
+    again = "libc.syscall(442, -100, b'/', 0x8000, (ctypes.c_uint64 * 4)(0, 1), ctypes.c_size_t(32))"
+    undo = f"import ctypes, os; libc = ctypes.CDLL(None, use_errno=True); print({again}, ctypes.get_errno())"
+    for code in (
+        f"open({str(file)!r}, 'w')",
+        f"import os; os.remove({str(file)!r})",
+        f"open({str(file)!r} + 'b', 'w')",
+    ):
+        for before in ("", f"{undo}\n", f"import ctypes; ctypes.CDLL(None).unshare(0x10020000)\n{undo}\n"):
+            assert "Read-only file system" in output(before + code)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "kept"}
 
 
 def test_where_code_cannot_be_kept_in_bounds_no_conversation_begins(monkeypatch: pytest.MonkeyPatch) -> None:
