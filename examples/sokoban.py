@@ -4,7 +4,9 @@
         --data.train examples.sokoban:train --data.eval examples.sokoban:held_out
 
 The board is reasoning-gym's, so the moves of a solved game are a solution by the task's own scorer. What is no move, or
-is blocked, is told and changes nothing. A game that is not solved within `rollout.max_new_tokens` has reward 0.
+is blocked, is told and changes nothing. A game that is not solved within `rollout.max_new_tokens` has reward 0. With
+--algorithm.advantage gae --algorithm.critic.level turn a critic expects the reward before each move, and a move's
+tokens share what it was better.
 FOLDER has a mixture of experts with a chat template; for a dense model add --parallel.expert 1.
 """
 

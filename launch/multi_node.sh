@@ -14,7 +14,8 @@
 # The run folder (--output-dir) and the model must lie on a file system that all nodes share.
 # A node that dies or is cut off ends the run on all nodes within a minute. With MAX_RESTARTS the others wait for it in
 # the next meeting, for ten minutes: start the same command there again, and the run goes on from the last checkpoint.
-# SIGUSR1 to this script on any node ends the run after the step it is in, with a checkpoint.
+# SIGUSR1 to this script on any node ends the run after the step it is in, with a checkpoint; while the script pauses
+# before it starts torchrun again, it ends instead.
 set -euo pipefail
 set -m  # torchrun in a process group of its own, which gets this script's signals once
 
@@ -38,10 +39,16 @@ if [[ -z "${GPUS:-}" ]]; then
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-child= signal=
+child= pauses= signal=
+ask_to_end() {
+    signal=USR1
+    if [[ -n $pauses ]]; then return 0; fi
+    # Again and again: ranks that are only starting do not heed it yet.
+    while pkill -USR1 -P "$child"; kill -0 "$child"; do sleep 5; done &>/dev/null &
+}
 trap 'signal=TERM; kill -TERM "$child" 2>/dev/null || true' TERM
 trap 'signal=INT; kill -INT "$child" 2>/dev/null || true' INT
-trap 'pkill -USR1 -P "$child" 2>/dev/null || true' USR1 # to its ranks: the run ends after the step, with a checkpoint
+trap ask_to_end USR1 # its ranks: the run ends after the step, with a checkpoint
 
 python3 "$root/launch/head_port.py" "$HEAD" || [[ $? != 3 ]] || exit 1
 
@@ -62,12 +69,14 @@ for ((left = restarts; ; left--)); do
             "$root/launch/train_moe.py" "$@"
     ) &
     child=$!
-    [[ -z $signal ]] || kill -s "$signal" "$child" 2>/dev/null || true # it came before there was a child
+    if [[ $signal == USR1 ]]; then ask_to_end; fi # signals that came before there was a child
+    if [[ $signal == TERM || $signal == INT ]]; then kill -s "$signal" "$child" 2>/dev/null || true; fi
     while code=0; wait "$child" || code=$?; kill -0 "$child" 2>/dev/null; do :; done
     if ((SECONDS - began >= ${FORGIVE_S:-43200})); then left=$restarts; fi # no loop of crashes
     if [[ $code == 0 || -n $signal || $left -le 0 ]]; then exit "$code"; fi
     echo "specactor: $(hostname): torchrun ended with $code and is started again, $left times at most" >&2
     head_s=600
+    pauses=1
     sleep 20 & # until other hosts' ranks have ended as well (failure.py): their launcher refuses whoever comes before
     child=$!
     [[ -n $signal ]] || wait "$child" || true
@@ -75,4 +84,5 @@ for ((left = restarts; ; left--)); do
         kill "$child" 2>/dev/null || true
         exit "$code"
     fi
+    pauses=
 done

@@ -6,6 +6,7 @@ failed ones; every change of phase is told.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -209,7 +210,9 @@ def summary_rows(
     lines: Sequence[Mapping[str, Value]], *, seconds: Mapping[str, float], places: Mapping[str, str]
 ) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
-    for title, name in (("held-out accuracy", "accuracy/eval"), ("reward", "reward/mean")):
+    names = dict.fromkeys(name for line in lines for name in line if re.fullmatch(r"accuracy/[\w-]+", name))
+    further = [(f"held-out {name}", name) for name in names if name not in ("accuracy/eval", "accuracy/train")]
+    for title, name in (("held-out accuracy", "accuracy/eval"), *further, ("reward", "reward/mean")):
         values = [float(line[name]) for line in lines if name in line]
         if values:
             rows.append((title, f"{values[0]:.3f} -> {values[-1]:.3f}"))

@@ -400,9 +400,14 @@ def _value_of(flag: str, argv: Sequence[str]) -> str | None:
 
 def _unknown_key(token: str, config: Config) -> str:
     if not token.startswith("--"):
-        return (
-            f"command line: got {token!r}, expected --key.path value. Put two dashes before a key, one value after it."
-        )
+        key, equals, value = token.lstrip("+~").partition("=")  # as Hydra has it, and verl
+        meant = nearest_keys(key, config) if equals else []
+        remedy = "Put two dashes before a key, one value after it."
+        if key.rpartition(".")[2] in NO_SETTING and equals:
+            remedy = NO_SETTING[key.rpartition(".")[2]]
+        elif meant:
+            remedy = f"Did you mean --{meant[0].replace('_', '-')} {value}?"
+        return f"command line: got {token!r}, expected --key.path value. {remedy}"
     key = token.partition("=")[0].removeprefix("--").replace("-", "_")
     owner = next((name for name in _keys(config) if key.startswith(f"{name}.")), None)
     if owner:

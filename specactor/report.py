@@ -10,6 +10,7 @@ import base64
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -43,6 +44,8 @@ PHASES = dict(
 )
 SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 EVAL, GAP = "accuracy/eval", "agreement/logprob_gap_max"
+FURTHER = re.compile(r"(accuracy/(?!eval$|train$)[\w-]+)")  # of further held-out sets
+SCORE, PASS_AT = re.compile(r"score/([\w-]+)"), re.compile(r"accuracy/(.+@\d+)")
 BARE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True}
 # The salt makes ids the same from call to call; a name with "$" is no formula.
 LOOK: Any = BARE | {"grid.alpha": 0.25, "legend.frameon": False, "svg.hashsalt": "specactor", "text.parse_math": False}
@@ -115,6 +118,11 @@ class Run:
         steps = [step for step in found[0] if all(step in of for of in found)]
         return [sum(of[step] for step in steps) if steps else math.nan for of in found]
 
+    def named(self, pattern: re.Pattern[str]) -> dict[str, str]:
+        """Return metrics by what `pattern` finds in their names."""
+        keys = dict.fromkeys(key for line in self.lines for key in line)
+        return {found[1]: key for key in keys if (found := pattern.fullmatch(key))}
+
     def setting(self, path: str) -> Any:
         value: Any = self.config
         for key in path.split("."):
@@ -180,11 +188,17 @@ def results(run: Run) -> Rows:
     return [
         ("Held-out accuracy before", f"{held_out[0]:.3f}" if 0 in held_out else "-"),
         ("Held-out accuracy after", f"{held_out[last]:.3f} after step {last}" if last else "-"),
+        *((key, _first_and_last(run.finite(key))) for key in run.named(FURTHER).values()),
         ("Reward", reward),
         ("Rollout tokens/s", _number(*run.totals("rollout/tokens", "time/rollout_s"), form=",.0f")),
         ("Largest engine-trainer gap, nats", gap),
         ("Bound of that gap", f"{bound}"),
     ]
+
+
+def _first_and_last(points: Mapping[int, float]) -> str:
+    ends = dict.fromkeys((min(points), max(points))) if points else ()
+    return ", ".join(f"{points[step]:.3f} after step {step}" for step in ends) or "-"
 
 
 def seconds(run: Run) -> Rows:
@@ -214,7 +228,6 @@ def drafting(run: Run) -> Rows:
 
 
 def training() -> list[Panel]:
-    right = [("training samples", "accuracy/train", "C0", "-"), ("held-out, greedy", EVAL, "C1", "o")]
     lengths = [("mean", "mean", "C0", "-"), ("95th percentile", "p95", "C0", "--"), ("longest", "max", "C0", ":")]
     tokens = [(label, f"response/length_{key}", colour, style) for label, key, colour, style in lengths]
     memory = [
@@ -224,7 +237,9 @@ def training() -> list[Panel]:
     talk = [("turns", "environment/turns_mean", "C0", "-"), ("failed", "environment/failed", "C1", ":")]
     phases = [(phase, f"time/{phase}_s", colour, "") for phase, colour in PHASES.items()]
     return [
-        ("Accuracy", "share of right answers", _curves(right, top=1.02)),
+        ("Accuracy", "share of right answers", _accuracy),
+        ("One of K samples is right", "share of held-out problems", _of_sets(PASS_AT, top=1.02)),
+        ("Held-out score", "mean", _of_sets(SCORE)),
         ("Reward", "mean", _curves([("", "reward/mean", "C0", "-")], bottom=None)),
         ("Response length", "tokens", _curves(tokens)),
         ("Conversations", "turns, mean; those whose environment failed", _curves(talk)),
@@ -316,9 +331,25 @@ def _curves(curves: Sequence[Curve], *, unit: float = 1, bottom: float | None = 
         for label, metric, colour, style in curves:
             if run.finite(metric):
                 steps, values = zip(*run.points(metric).items(), strict=True)
-                mark = "." if len(steps) <= 20 and style != "o" else ""  # a single point would be invisible without
+                mark = "." if len(steps) <= 20 and "o" not in style else ""  # a single point would be invisible without
                 axes.plot(steps, [value / unit for value in values], mark + style, color=colour, lw=1.4, label=label)
         axes.set_ylim(bottom, top)
+
+    return draw
+
+
+def _accuracy(axes: Axes, run: Run) -> None:
+    samples = run.setting("eval.samples") or 1
+    kind = "greedy" if samples == 1 else f"mean of {samples}"
+    curves = [("training samples", "accuracy/train", "C0", "-"), (f"held-out, {kind}", EVAL, "C1", "o")]
+    further = [(key.partition("/")[2], key, f"C{i % 10}", "o") for i, key in enumerate(run.named(FURTHER).values(), 2)]
+    _curves([*curves, *further], top=1.02)(axes, run)
+
+
+def _of_sets(pattern: re.Pattern[str], *, top: float | None = None) -> Draw:
+    def draw(axes: Axes, run: Run) -> None:
+        curves = [(name, key, f"C{i % 10}", "o-") for i, (name, key) in enumerate(run.named(pattern).items(), 1)]
+        _curves(curves, bottom=0 if top else None, top=top)(axes, run)
 
     return draw
 

@@ -10,12 +10,11 @@ from pathlib import Path
 from torch._C._distributed_c10d import Store
 from transformers import PreTrainedTokenizerBase
 
-from specactor import hooks, measurements
+from specactor import measurements
 from specactor.actor import SpecActor
 from specactor.config import Config, DraftTrainingConfig
 from specactor.config.rollout import check_attention, guarantee
-from specactor.data.dataset import Dataset, build_dataset
-from specactor.data.environment import environment_of
+from specactor.data.dataset import ALONE, Alone, Dataset
 from specactor.data.tokenizer import VOCAB_SIZE, load_tokenizer
 from specactor.device_memory import DeviceMemory
 from specactor.errors import ConfigError, PlanError
@@ -35,6 +34,7 @@ from specactor.parallel.layout import (
 )
 from specactor.planning import search
 from specactor.planning.memory import memory_of
+from specactor.problems import problems_of
 from specactor.progress import Progress, summary_rows
 from specactor.recipes import keep_imports, to_json
 from specactor.replay.audit import Audit
@@ -57,8 +57,7 @@ from specactor.trainer.drafter.refresh import Distillation, left_behind
 from specactor.trainer.model import read_hf_config
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import RankShards
-from specactor.trainer.warmup import find_solver, initial_model, warmed_up_model, with_draft_model
-from specactor.types import Problem
+from specactor.trainer.warmup import initial_model, warmed_up_model, with_draft_model
 from specactor.weights_sync.sender import WeightSender
 
 
@@ -94,7 +93,8 @@ def run(
         note_phase = _status_writer(folder, config.train.steps, members) if rank == 0 else None
         shown = Progress(config.train.steps, quiet=rank != 0, on_phase=note_phase)
         progress = stack.enter_context(shown)
-        _tell_unused(config, progress)
+        for note in config.notes(gpu=bool(gpus())):
+            progress.note(note)
         config = _planned(config, members, collective, progress)
         actor = _build(_Job(config, folder, collective, members, head, progress, stack), layout)
         if resume is not None:
@@ -112,13 +112,6 @@ def run(
             actor.sync()
         if _train(actor, folder, tracker) and note_phase is not None:
             note_phase("done", actor.steps_done)
-
-
-def _tell_unused(config: Config, progress: Progress) -> None:
-    for unused in config.rollout.speculation.unused:
-        progress.note(f"The draft model {unused} is not used: no drafter in rollout.speculation.drafters names it.")
-    if config.distillation.refresh and not config.drafter_learns:
-        progress.note("Nothing is refreshed: nothing drafts with the first draft model, which alone learns.")
 
 
 def _leave_groups(error: type[BaseException] | None, *_: object) -> None:
@@ -209,7 +202,7 @@ def _build(job: _Job, layout: Layout) -> SpecActor:
     with progress.phase("data", announce=True):
         start = initial_model(config, collective)
         tokenizer = load_tokenizer(start)
-        train_data, eval_data = collective.together("data", lambda: _problems(config, tokenizer, progress.note))
+        train_data, eval_data = _problems(config, tokenizer, progress.note, collective)
         check_same_problems((train_data, *eval_data.values()), collective)
     with progress.phase("warm-up", announce=True):
         base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
@@ -301,41 +294,13 @@ def _distillation(job: _Job, trainer: PolicyTrainer, pool: EnginePool, drafters:
 
 
 def _problems(
-    config: Config, tokenizer: PreTrainedTokenizerBase, note: Callable[[str], object] = lambda text: None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    note: Callable[[str], object] = lambda text: None,
+    collective: Collective | Alone = ALONE,
 ) -> tuple[Dataset, dict[str, Dataset]]:
-    """Return what is learned from, and disjoint held-out sets; `note` is told what is done in silence else."""
     room = longest_prompt(config, model_shape(config).max_position)
-    data, count = config.data, config.eval.problems
-    sets = [build_dataset(s, tokenizer, max_prompt_tokens=room) for s in (data.train_source, *data.mixed_sources)]
-    if config.warmup.solver:
-        find_solver(config.warmup.solver)  # a wrong path is found before anything is started
-    hooks.check(config)
-    talks = next((problem.verifier for part in sets for problem in part if environment_of(problem.verifier)), "")
-    if talks and config.rollout.partial:
-        raise ConfigError.at(
-            *("rollout.partial", True, f"another value with environments ({talks})"),
-            "What an environment holds is in no checkpoint.",
-        )
-    held_out: dict[str, Dataset] = {}
-    for name, source in (data.eval_sources(count) if count else {}).items():
-        whole = build_dataset(source, tokenizer, max_prompt_tokens=room)
-        held_out[name] = Dataset(whole[:count])
-        if len(whole) > count:
-            note(f"{source.path}: of {len(whole)} held-out problems the first {count} are evaluated (eval.problems).")
-        # Also of those that are not evaluated none is learned from.
-        before, sets = sum(map(len, sets)), [part.without(whole) for part in sets]
-        if left_out := before - sum(map(len, sets)):
-            note(f"{left_out} of {before} problems to learn from are among those of {name}, and are left out.")
-    if tokenizer.chat_template and any(_is_plain(part[0], tokenizer) for part in sets):
-        note("Prompts are taken as they are, without the model's chat template. Rows with messages go through it.")
-    return Dataset.of(sets) if len(sets) > 1 else sets[0], held_out
-
-
-def _is_plain(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a prompt is a text that no chat template has made. The first token may be special in any text."""
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    made = "messages" in problem.metadata or bool(special & {*problem.prompt_ids[1:]})
-    return not (made or environment_of(problem.verifier))
+    return problems_of(config, tokenizer, max_prompt_tokens=room, note=note, collective=collective)
 
 
 def _weights(trainer: PolicyTrainer, members: Sequence[Member]) -> RankShards:

@@ -19,6 +19,7 @@ from specactor.trace import Span, chrome_trace
 from specactor.trainer import checkpoint
 from specactor.types import ScoredGroup
 
+KEPT_EVALUATIONS = 100  # of each held-out set, the newest, beside the first: one may have a hundred megabytes
 WARM_UPS = ".warm-up"  # in `output_dir`: models that warm-ups made, by the hash of all that went in
 
 
@@ -101,11 +102,11 @@ class RunFolder:
         name: str = "eval",
         temperature: float = 0.0,
     ) -> None:
-        lines = [
+        lines = (
             {
                 "problem": group.problem.index,
                 "prompt": group.problem.prompt,
-                "prompt_ids": group.problem.prompt_ids,
+                "prompt_ids": list(trajectory.prompt_ids),  # an environment may have said something else
                 "answer": group.problem.answer,
                 "response": tokenizer.decode(list(trajectory.token_ids), skip_special_tokens=True),
                 "token_ids": list(trajectory.token_ids),
@@ -114,10 +115,14 @@ class RunFolder:
             }
             for group in groups
             for trajectory, score in zip(group.trajectories, group.scores, strict=True)
-        ]
+        )
         file = self.evaluation(step, name)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with file.open("w") as out:
+            out.writelines(json.dumps(line) + "\n" for line in lines)
+        older = sorted(file.parent.glob(self.evaluation(0, name).name.replace("000000", "[0-9]" * 6, 1)))
+        for path in older[1:-KEPT_EVALUATIONS]:
+            path.unlink(missing_ok=True)
 
 
 def changed_settings(checkpoint_dir: Path, config: dict[str, Any]) -> list[str]:

@@ -47,7 +47,7 @@ class Elsewhere(Sequence[Any]):
 
 
 def packed(response: Trajectory) -> Trajectory:
-    """Replace tuples by arrays of the smallest types."""
+    """Replace tuples by arrays of the smallest types, and the mask by bytes."""
     ids = "H" if max(chain(response.prompt_ids, response.token_ids), default=0) < 1 << 16 else "i"
     experts = experts_of(response.routed_experts)
     experts = experts.astype(np.uint8 if experts.max(initial=0) < 1 << 8 else np.int16)
@@ -57,6 +57,7 @@ def packed(response: Trajectory) -> Trajectory:
         token_ids=array(ids, response.token_ids),
         logprobs=array("f", response.logprobs),  # engines compute them in float32
         routed_experts=array(experts.dtype.char, experts.tobytes()),
+        loss_mask=bytes(response.loss_mask),  # it goes to all ranks, which count with it
         branches=tuple(map(packed, response.branches)),
     )
 

@@ -76,7 +76,7 @@ class RolloutRequest:
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
     """One response; of a conversation all turns and its environment's. Values are tuples and bytes while it is
-    generated, then arrays, here or elsewhere (`specactor.samples`)."""
+    generated, then arrays, here or elsewhere, and bytes for the mask (`specactor.samples`)."""
 
     request_id: str
     group_id: int
@@ -90,7 +90,7 @@ class Trajectory:
     """[tokens - 1, layers, experts per token] in C order, bytes as int16, little endian: the experts of each token of
     prompt and response but the last, as the pass chose them that the engine sampled from. Empty unless
     ``train.routing_replay = r3`` or ``enable_return_routed_experts`` asks for it."""
-    loss_mask: tuple[bool, ...] = ()  # False: the environment said it; empty: the policy sampled all
+    loss_mask: bytes | tuple[bool, ...] = ()  # False, or 0: the environment said it; empty: the policy sampled all
     reward: float | None = None  # an environment's or a verifier's; None: still to be scored
     failure: str = ""  # why there is no reward; empty: nothing failed
     environment_s: float = 0.0  # over all turns; 0 without an environment
@@ -139,7 +139,7 @@ class TrainSequence:
     group_id: int = 0
     is_branch: bool = False  # a further sequence of the response that the sequence before it is of
     routed_experts: bytes | Sequence[int] = b""  # as of `Trajectory`; empty: the trainer's routers are free
-    loss_mask: tuple[bool, ...] = ()  # of each response token, whether it is learned from; empty: all are
+    loss_mask: bytes | tuple[bool, ...] = ()  # of each response token, whether it is learned from; empty: all are
     seed: int = 0
     num_seeded: int = 0  # response tokens, the first ones, that are compared with what the noise of the seed picks
 

@@ -48,6 +48,15 @@ WRONG: list[tuple[str, str]] = [
     ("--parallel.tp 2", "unknown setting --parallel.tp. Did you mean --parallel.tensor?"),
     ("--steps 3", "unknown setting --steps. Did you mean --warmup.steps or --train.steps?"),
     ("--zzz 3", "unknown setting --zzz. See --help."),
+    (
+        "actor_rollout_ref.rollout.n=8",
+        "command line: got 'actor_rollout_ref.rollout.n=8', expected --key.path value. Did you mean "
+        "--rollout.group-size 8?",
+    ),
+    (
+        "+trainer.nnodes=2",
+        "command line: got '+trainer.nnodes=2', expected --key.path value. That is torchrun's --nnodes.",
+    ),
     ("seed 3", "command line: got 'seed', expected --key.path value. Put two dashes before a key, one value after it."),
     (
         "--data.params.max_n 3",
@@ -457,6 +466,17 @@ def test_what_drafts_no_more_is_not_refreshed_either(recipe: str, words: str, le
     config = load([recipe, *words.split()])
     assert config.drafter_learns == learns
     assert from_json(to_json(config)) == config
+
+
+def test_a_run_says_what_its_settings_do_in_silence() -> None:
+    plain = ("quickstart_plain", "--rollout.stop", "###")
+    assert load([*plain, "--rollout.speculation.mode", "off"]).notes(gpu=True) == []
+    drafting = load([*plain, "--rollout.speculation.mode", "coupled", "--rollout.speculation.drafters", "suffix"])
+    assert drafting.notes(gpu=False) == [], "there nothing overlaps anyway"
+    assert [note.partition(" ")[2][:12] for note in drafting.notes(gpu=True)] == ["rollout.stop"]
+    unused = ("--rollout.speculation.draft-model", "DRAFT", "--distillation.refresh", "0.03")
+    found = load([*plain, *unused, "--rollout.speculation.mode", "auto"]).notes(gpu=False)
+    assert [note.partition(":")[0] for note in found] == ["The draft model DRAFT is not used", "Nothing is refreshed"]
 
 
 def test_the_bound_of_the_agreement_follows_from_the_dtype() -> None:

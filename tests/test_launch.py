@@ -196,7 +196,8 @@ def test_the_multi_node_script_starts_again_after_a_failure(tmp_path: Path) -> N
     assert done.returncode == 0, "each start lasted long enough"
 
 
-def test_a_signal_while_the_multi_node_script_pauses_ends_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_while_the_multi_node_script_pauses_ends_it(tmp_path: Path, number: signal.Signals) -> None:
     fake(tmp_path / "bin", "sleep", f"echo $$ > {tmp_path}/pauses; exec /bin/sleep 600")
     fake(tmp_path / "bin", "torchrun", f"echo start >> {tmp_path}/starts; exit 3")
     job = {"NODES": "2", "HEAD": "h:1", "GPUS": "1", "MAX_RESTARTS": "3", "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
@@ -206,7 +207,7 @@ def test_a_signal_while_the_multi_node_script_pauses_ends_it(tmp_path: Path) -> 
         assert time.monotonic() < deadline
         time.sleep(0.05)
     pause = psutil.Process(int((tmp_path / "pauses").read_text()))
-    script.terminate()
+    script.send_signal(number)
     assert script.wait(60) == 3
     pause.wait(60)
     assert (tmp_path / "starts").read_text() == "start\n"
@@ -258,19 +259,23 @@ def test_a_port_of_head_that_another_program_holds_is_told_at_once(tmp_path: Pat
     )
 
 
-@pytest.mark.parametrize("everyone", [True, False])
-def test_a_run_that_is_asked_to_end_is_not_killed_by_the_signal(tmp_path: Path, everyone: bool) -> None:
+@pytest.mark.parametrize("who", ["everyone", "the script", "the script, early"])
+def test_a_run_that_is_asked_to_end_is_not_killed_by_the_signal(tmp_path: Path, who: str) -> None:
     """Slurm sends SIGUSR1 to every process of a job: the script, torchrun, ranks, and what they start; a person sends
-    it to the script."""
+    it to the script. It is not lost where ranks have only begun to start, either."""
     other = "import time; time.sleep(1)"
-    rank = f"""import os, runpy, signal, subprocess, sys
+    ready, early = f"open({str(tmp_path / 'ready')!r}, 'w').close()", who.endswith("early")
+    rank = f"""import os, runpy, signal, subprocess, sys, time
+{ready if early else ""}
+time.sleep({int(early)})
 runpy.run_path({TRAIN!r})["keep_signal"]()
 child = subprocess.Popen([sys.executable, "-c", {other!r}])
-open({str(tmp_path / "ready")!r}, "w").close()
+{ready}
 assert signal.sigwait({{signal.SIGUSR1}}) and child.wait() == 0
 print("asked to end")"""
     (tmp_path / "rank.py").write_text(rank)
     fake(tmp_path / "bin", "torchrun", f"{sys.executable} {tmp_path / 'rank.py'}")
+    fake(tmp_path / "bin", "sleep", "exec /bin/sleep 0.2")
     job = {"NODES": "2", "HEAD": "h:1", "GPUS": "1", "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
     command = ["bash", str(LAUNCH / "multi_node.sh"), "quickstart"]
     script = subprocess.Popen(command, env=job, stdout=subprocess.PIPE, text=True)
@@ -279,7 +284,7 @@ print("asked to end")"""
         assert time.monotonic() < deadline
         time.sleep(0.05)
     below = psutil.Process(script.pid).children(recursive=True)
-    for process in (script, *(below if everyone else ())):
+    for process in (script, *(below if who == "everyone" else ())):
         process.send_signal(signal.SIGUSR1)
     said, _ = script.communicate(timeout=60)
     assert (script.returncode, "asked to end" in said) == (0, True)

@@ -166,9 +166,11 @@ def test_summary_rows() -> None:
         {"step": 1, "reward/mean": 0.4, "rollout/tokens": 100, "time/rollout_s": 2.0},
         {"step": 2, "reward/mean": 0.8, "rollout/tokens": 300, "time/rollout_s": 2.0, "accuracy/eval": 0.9},
     ]
+    lines[0] |= {"accuracy/aime": 0.125, "accuracy/aime/pass@2": 0.25}
     rows = dict(summary_rows(lines, seconds={"train": 3.25}, places={"run folder": "runs/x"}))
     assert rows == {
         "held-out accuracy": "0.500 -> 0.900",
+        "held-out accuracy/aime": "0.125 -> 0.125",
         "reward": "0.400 -> 0.800",
         "rollout": "100 tokens/s",
         "time in train": "3.2 s",

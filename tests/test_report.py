@@ -253,6 +253,21 @@ def test_missing_metrics_are_not_drawn(tmp_path: Path) -> None:
     assert "Recipe" not in page.tables
 
 
+def test_each_held_out_set_is_shown_with_what_its_samples_say(tmp_path: Path) -> None:
+    def evaluated(step: int, eval_: float, aime: float) -> Line:
+        own = {"accuracy/eval": eval_, "accuracy/aime-24": aime, "score/eval": eval_, "accuracy/eval/pass@2": 1.0}
+        return {"step": step} | own
+
+    lines = [evaluated(0, 0.25, 0.125), STEPS[0], STEPS[1] | evaluated(2, 0.5, 0.375)]
+    folder = write_run(tmp_path / "a", lines, config={"eval": {"samples": 2}})
+    page, run = read_page(folder), report.Run.read(folder)
+    assert page.rows("Results")["accuracy/aime-24"] == ["0.125 after step 0, 0.375 after step 2"]
+    assert {"Accuracy", "One of K samples is right", "Held-out score"} <= page.pictures.keys()
+    shown = drawn(run, report.training(), "Accuracy").lines
+    assert [line.get_label() for line in shown] == ["training samples", "held-out, mean of 2", "aime-24"]
+    assert [list(line.get_ydata()) for line in shown[1:]] == [[0.25, 0.5], [0.125, 0.375]]
+
+
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "running", [START, STEPS[0]], config={"train": {"steps": 10}})
     with (folder / "metrics.jsonl").open("a") as file:

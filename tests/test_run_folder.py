@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from specactor import run_folder
 from specactor.recipes import load, to_json
 from specactor.run import _status_writer
 from specactor.run_folder import RunFolder, changed_settings, checkpoint_to_resume
+from specactor.types import Problem, ScoredGroup, Trajectory
 
 WORDS = ("quickstart_plain", "--name", "a")
 
@@ -49,6 +54,27 @@ def test_a_run_that_began_from_a_path_goes_on_from_its_own_newest_checkpoint(tmp
     assert checkpoint_to_resume(other, folder) == tmp_path / "a", "another PATH is another start"
     start.rmdir()  # the other run has newer ones
     assert checkpoint_to_resume(load(words), folder) == newest
+
+
+def test_of_each_held_out_set_the_first_and_the_newest_responses_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with each the prompt that the policy saw, which an environment may have made."""
+    monkeypatch.setattr(run_folder, "KEPT_EVALUATIONS", 2)
+    folder, decoder = RunFolder(root=tmp_path), SimpleNamespace(decode=lambda ids, **_: str(ids))
+    problem = Problem(index=0, prompt="?", prompt_ids=(3, 4), answer="", verifier="", metadata={})
+    rest = {"request_id": "", "group_id": 0, "logprobs": (), "finish_reason": "stop", "spans": ()}
+    said = Trajectory(prompt_ids=(5,), token_ids=(6,), **rest)  # type: ignore[arg-type]
+    groups = [ScoredGroup(problem=problem, trajectories=(said,), scores=(1.0,), rewards=(1.0,))]
+    for step in (0, 5, 10, 15, 20):
+        folder.write_evaluation(step, groups, decoder)  # type: ignore[arg-type]
+        if step <= 5:
+            folder.write_evaluation(step, groups, decoder, name="other")  # type: ignore[arg-type]
+    kept = {file.name for file in (tmp_path / "evaluations").iterdir()}
+    other = {"step-000000-other.jsonl", "step-000005-other.jsonl"}
+    assert kept == {"step-000000.jsonl", "step-000015.jsonl", "step-000020.jsonl"} | other
+    line = json.loads(folder.evaluation(20).read_text())
+    assert (line["prompt_ids"], line["token_ids"]) == ([5], [6])
 
 
 def test_a_disk_that_fails_for_a_moment_ends_no_run(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ class DataConfig:
     columns prompt, answer and verifier (./NAME where it has neither dot nor slash), module:function that returns such
     rows, or the name of a reasoning-gym task, for example count_bits."""
     mix: dict[str, float] = field(default_factory=dict)
-    """Further sets to learn from, named likewise, and how many of their problems are drawn per problem of train."""
+    """Further sets to learn from, named likewise, and how many of their problems are drawn per problem of train. Other
+    numbers at a resume hold from there on."""
     eval: tuple[str, ...] = ()
     """Problems held out, likewise; none: others of the task that is learned. The metrics of the first set are named
     eval, those of further ones after their file, function or task."""

@@ -181,7 +181,7 @@ class RolloutConfig:
     """Sample from this many most likely tokens; -1: from all."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, besides the model's own end, also of special tokens (<|im_end|>); the token that
-    completes one is its last."""
+    completes one is its last. On GPUs rounds with drafts then do not overlap."""
     max_new_tokens: int = 128
     """Longest response in tokens; of a conversation with an environment, all turns and what is said in between."""
     environment_timeout_s: float = 60.0

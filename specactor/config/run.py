@@ -219,6 +219,22 @@ class Config:
         learning = {"model", "decoupled"} & {*drafting.draft_methods}
         return self.distillation.refresh > 0 and drafting.mode != "off" and bool(learning)
 
+    def notes(self, *, gpu: bool) -> list[str]:
+        """Return what settings do in silence, for a machine with or without GPUs."""
+        drafting = self.rollout.speculation
+        found = [
+            f"The draft model {folder} is not used: no drafter in rollout.speculation.drafters names it."
+            for folder in drafting.unused
+        ]
+        if self.distillation.refresh and not self.drafter_learns:
+            found.append("Nothing is refreshed: nothing drafts with the first draft model, which alone learns.")
+        if gpu and self.rollout.stop and drafting.mode != "off":
+            found.append(
+                "With rollout.stop each round with drafts waits until the texts of the round before were looked at: "
+                "they do not overlap."
+            )
+        return found
+
     def __post_init__(self) -> None:
         check_values(self)
         self._check_name_and_seed()

@@ -42,7 +42,12 @@ def prompt_ids(
     """Return the tokens of what a policy sees first."""
     if isinstance(said, str):
         return _encoded(tokenizer, said)
-    return rendered_ids(tokenizer, prompt_text(tokenizer, said, tools))
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special.append(_MARK.partition("{")[0])
+    # Others stay where they are: a template may look at them, and the tokens are then those of the whole text.
+    forging = [i for i, message in enumerate(said) if any(text in str(message.get("content")) for text in special)]
+    text = prompt_text(tokenizer, [_marked(m, i) if i in forging else m for i, m in enumerate(said)], tools)
+    return tuple(_with_contents(tokenizer, text, said))
 
 
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
@@ -66,17 +71,26 @@ def observation_ids(
     repeated."""
     if isinstance(said, str):
         return _tokens(tokenizer, said, is_template=False)
-    marked = [{**message, "content": _MARK.format(i)} for i, message in enumerate(said)]
+    marked = [_marked(message, i) for i, message in enumerate(said)]
     before: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
     _, found, after = prompt_text(tokenizer, [*before, *marked]).rpartition(_ANSWER)
     if not found:
         raise DataError("chat template: it leaves out what the assistant said. Let environments say texts instead.")
-    parts = re.split(_MARK.format(r"(\d+)"), after)
-    ids: list[int] = []
-    for i, part in enumerate(parts):
-        text = str(said[int(part)]["content"]) if i % 2 else part
-        ids += _tokens(tokenizer, text, is_template=not i % 2)
+    ids = _with_contents(tokenizer, after, said)
     return tuple(ids[1:] if ids and ids[0] == last_token else ids)
+
+
+def _marked(message: Message, number: int) -> Message:
+    return {**message, "content": _MARK.format(number)}
+
+
+def _with_contents(tokenizer: PreTrainedTokenizerBase, text: str, said: Sequence[Message]) -> list[int]:
+    """Return the tokens of a template's text, and, in place of marks, of what was said."""
+    ids: list[int] = []
+    for i, part in enumerate(re.split(_MARK.format(r"(\d+)"), text)):
+        own = str(said[int(part)]["content"]) if i % 2 else part
+        ids += _tokens(tokenizer, own, is_template=not i % 2)
+    return ids
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, is_template: bool) -> tuple[int, ...]:

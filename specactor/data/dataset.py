@@ -7,33 +7,35 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
 import msgspec
-import pyarrow
-import pyarrow.ipc
-import pyarrow.parquet
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from specactor.config import SourceConfig
-from specactor.config.data import NOT_DOWNLOADED
 from specactor.config.rules import COMPACT
 from specactor.data import chat, verifiers
 from specactor.data.environment import environment_of
+from specactor.data.rows import Row, called_rows, function_of, read_rows
 from specactor.data.stream import Visit
 from specactor.errors import DataError
 from specactor.types import DrawnProblem, Problem
 
+if TYPE_CHECKING:
+    from specactor.parallel.collective import Collective
+
+T = TypeVar("T")
 COLUMNS = ("prompt", "answer", "verifier")
+SEEN = ("images", "image", "videos", "video", "audios", "audio")  # columns of what no policy here could see
+PART = 64  # rows that a rank looks at before another's come, tokenized in one call
+SAME_ROWS = "A function has to return the same rows on every rank, and all hosts have to see the same files."
 _NO_ROWS = "{}: got no rows, expected at least one. Check the path."
-END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow: a file without it was cut, maybe between two batches
 
 
 class Dataset(Sequence[Problem]):
@@ -87,30 +89,105 @@ class Dataset(Sequence[Problem]):
         return hashlib.blake2b(msgspec.json.encode(self._problems, order="sorted"), digest_size=16).hexdigest()
 
 
+class Alone:
+    """One process, where a `Collective` would be."""
+
+    rank, world = 0, 1
+
+    def together(self, phase: str, work: Callable[[], T]) -> T:
+        return work()
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+
+ALONE = Alone()
+
+
+def build_datasets(
+    sources: Sequence[SourceConfig],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int,
+    collective: Collective | Alone = ALONE,
+) -> list[Dataset]:
+    """Check and tokenize all rows, a part of them on each rank. Collective. Raises DataError with the number of bad
+    ones and the first; ConfigError for an unknown task or parameter."""
+    readings = collective.together(
+        "data",
+        lambda: [
+            _Reading(source, tokenizer, max_prompt_tokens, collective.rank, collective.world) for source in sources
+        ],
+    )
+    parts = [collective.gather_bytes(reading.own) for reading in readings]
+    return collective.together("data", lambda: [of.dataset(part) for of, part in zip(readings, parts, strict=True)])
+
+
 def build_dataset(source: SourceConfig, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> Dataset:
-    """Check and tokenize all rows. Raises DataError with the number of bad ones and the first; ConfigError for an
-    unknown task or parameter."""
-    name = f"task {source.task}" if source.task else source.path
-    rows = _task_rows(source) if source.task else _file_rows(source, tokenizer)
-    problems: list[Problem] = []
-    bad: list[str] = []
-    num_bad = 0
-    known: dict[int, int] = {}
-    while together := list(islice(rows, 1024)):  # tokenized in one call
-        for row, ids in zip(together, _tokenize(together, tokenizer, known), strict=True):
-            problem = _problem(len(problems) + num_bad, row, ids)
-            reason = row.reason or _objection(problem, tokenizer, max_prompt_tokens)
-            if not reason:
-                problems.append(problem)
+    return build_datasets([source], tokenizer, max_prompt_tokens=max_prompt_tokens)[0]
+
+
+class _Looked(msgspec.Struct, array_like=True):
+    """What is told of a row that was looked at."""
+
+    ids: bytes  # int32
+    prompt: str | None  # of messages: the chat template's text
+    reason: str
+
+
+class _Looks(msgspec.Struct, array_like=True):
+    num_rows: int  # of all
+    own: list[_Looked]
+
+
+class _Reading:
+    """A source's rows. To look at them takes long (a template, the tokenizer, math-verify), so ranks share that."""
+
+    def __init__(
+        self, source: SourceConfig, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, rank: int, world: int
+    ) -> None:
+        self._source, self._tokenizer, self._longest = source, tokenizer, max_prompt_tokens
+        self._name = f"task {source.task}" if source.task else source.path
+        self._rows = list(_task_rows(source) if source.task else _file_rows(source))
+        own = [looked for part in self._parts()[rank::world] for looked in self._look(part)]
+        self.own = msgspec.msgpack.encode(_Looks(len(self._rows), own))
+
+    def _parts(self) -> list[list[Row]]:
+        return [self._rows[start : start + PART] for start in range(0, len(self._rows), PART)]
+
+    def _look(self, rows: Sequence[Row]) -> Iterator[_Looked]:
+        seen = [_as_seen(row, self._tokenizer, self._source) for row in rows]
+        for row, ids in zip(seen, _tokenize(seen, self._tokenizer), strict=True):
+            reason = row.reason or _objection(_problem(0, row, tuple(ids)), self._tokenizer, self._longest)
+            told = reason.encode(errors="backslashreplace").decode()
+            rendered = row.columns["prompt"] if "messages" in row.columns and not reason else None
+            yield _Looked(b"" if reason else array("i", ids).tobytes(), rendered, told)
+
+    def dataset(self, parts: Sequence[bytes]) -> Dataset:
+        """Return the problems, by what all ranks have told."""
+        looks = [msgspec.msgpack.decode(part, type=_Looks) for part in parts]
+        if len(counts := {of.num_rows for of in looks}) > 1:
+            raise DataError(f"{self._name}: ranks read {sorted(counts)} rows. {SAME_ROWS}")
+        looked, known = [iter(of.own) for of in looks], dict[int, int]()
+        problems: list[Problem] = []
+        bad: list[str] = []
+        num_bad = 0
+        for number, row in enumerate(self._rows):
+            found = next(looked[number // PART % len(looks)])
+            if not found.reason:
+                # Equal ones are one object: else each has 28 bytes beside a pointer's 8, on every rank.
+                ids = tuple(known.setdefault(token, token) for token in memoryview(found.ids).cast("i"))
+                seen = row if found.prompt is None else replace(row, columns=row.columns | {"prompt": found.prompt})
+                problems.append(_problem(len(problems), seen, ids))
                 continue
             num_bad += 1
             if num_bad <= 5:  # so many are listed; all are counted
-                bad.append(f"{name}, {row.where}: {reason}{'' if reason.endswith('?') else '.'}")
-    if num_bad:
-        raise DataError(_report(name, bad, num_bad, num_bad + len(problems)))
-    if not problems:
-        raise DataError(_NO_ROWS.format(name))
-    return Dataset(problems)
+                bad.append(f"{self._name}, {row.where}: {found.reason}{'' if found.reason.endswith('?') else '.'}")
+        if num_bad:
+            raise DataError(_report(self._name, bad, num_bad, len(self._rows)))
+        if not problems:
+            raise DataError(_NO_ROWS.format(self._name))
+        return Dataset(problems)
 
 
 def check_source(source: SourceConfig) -> None:
@@ -119,7 +196,7 @@ def check_source(source: SourceConfig) -> None:
         row = next(_task_rows(replace(source, size=1)))
         reason, where = row.reason, row.where
     elif ":" in source.path:
-        _function_of(source.path)
+        function_of(source.path)
         return
     else:
         first = next(read_rows(Path(source.path)), None)
@@ -158,15 +235,22 @@ def _task_rows(source: SourceConfig) -> Iterator[Row]:
         yield Row(where=f"problem {i}", columns=columns, reason=reason)
 
 
-def _file_rows(source: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Row]:
-    """Yield rows with the prompts that the model sees."""
+def _file_rows(source: SourceConfig) -> Iterator[Row]:
+    """Yield rows with their texts as the template has them; messages are left to `_as_seen`."""
     for row in called_rows(source.path) if ":" in source.path else read_rows(Path(source.path)):
-        reason, prompt = row.reason or _wrong_column(row), ""
-        if not reason and "messages" in row.columns:
-            prompt, reason = _of_messages(row.columns["messages"], tokenizer, source.prompt_template)
-        elif not reason:
-            prompt, reason = _prompt(source, row.columns["prompt"], _metadata(row))
-        yield replace(row, columns={} if reason else row.columns | {"prompt": prompt}, reason=reason)
+        reason, prompt = row.reason or _wrong_column(row), {}
+        if not reason and "messages" not in row.columns:
+            text, reason = _prompt(source, row.columns["prompt"], _metadata(row))
+            prompt = {"prompt": text}
+        yield replace(row, columns={} if reason else row.columns | prompt, reason=reason)
+
+
+def _as_seen(row: Row, tokenizer: PreTrainedTokenizerBase, source: SourceConfig) -> Row:
+    """Return the row with the prompt that the model sees."""
+    if row.reason or "messages" not in row.columns:
+        return row
+    prompt, reason = _of_messages(row.columns["messages"], tokenizer, source.prompt_template)
+    return replace(row, columns={} if reason else row.columns | {"prompt": prompt}, reason=reason)
 
 
 def _metadata(row: Row) -> dict[str, object]:
@@ -181,7 +265,8 @@ def _of_messages(messages: object, tokenizer: PreTrainedTokenizerBase, template:
             "chat template makes the prompt. Set it so"
         )
     if not chat.are_messages(messages):
-        return "", f"messages: got {messages!r:.80}, expected a list of objects with a role and a content. Correct them"
+        expected = "a list of objects with a role and a content, both texts"
+        return "", f"messages: got {messages!r:.80}, expected {expected}. Correct them"
     try:
         return chat.prompt_text(tokenizer, messages), ""
     except DataError as error:
@@ -189,6 +274,11 @@ def _of_messages(messages: object, tokenizer: PreTrainedTokenizerBase, template:
 
 
 def _wrong_column(row: Row) -> str:
+    for name in SEEN:
+        if not _is_empty(row.columns.get(name)):
+            return (
+                f"{name}: the policy would not see it, expected texts alone. Leave it out, or rename it for a verifier"
+            )
     if {"messages", "prompt"} <= row.columns.keys():
         return "messages: beside a prompt, expected one of the two. Remove the other"
     for name in COLUMNS:
@@ -201,11 +291,17 @@ def _wrong_column(row: Row) -> str:
         value = row.columns[name]
         if name == "prompt" and chat.are_messages(value):
             return _of_others(row.columns) or "prompt: got messages, expected a text. Rename the column to messages"
+        if name == "prompt" and isinstance(value, list):
+            return f"prompt: got {value!r:.80}, expected a text, or a column messages with texts. Correct it"
         if not isinstance(value, str):
             return f"{name}: got {str(value)[:80]} ({type(value).__name__}), expected a text. Put it in quotes"
         if not value.strip():
             return f"{name}: got {value!r}, expected a text that is not empty. Remove the row"
     return ""
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or (isinstance(value, Sized) and len(value) == 0)
 
 
 def _of_others(columns: Mapping[str, object]) -> str:
@@ -229,11 +325,17 @@ def _of_others(columns: Mapping[str, object]) -> str:
 def _prompt(source: SourceConfig, prompt: str, values: Mapping[str, object]) -> tuple[str, str]:
     """Return the prompt, or its fault."""
     try:
-        texts = {name: _Text(value) for name, value in {**values, "prompt": prompt}.items()}
-        return source.prompt_template.format_map(texts), ""
+        return source.prompt_template.format_map(_Texts({**values, "prompt": prompt})), ""
     except KeyError as error:
         known = ", ".join(["prompt", *values])
         return "", f"prompt_template: got {{{error.args[0]}}}, expected one of {known}. Correct data.prompt_template"
+
+
+class _Texts(dict[str, object]):
+    """Values as texts, once they are asked for: tests of a program have megabytes."""
+
+    def __getitem__(self, name: str) -> str:
+        return _Text(super().__getitem__(name))
 
 
 class _Text(str):
@@ -241,18 +343,15 @@ class _Text(str):
         return self.replace(" ", "") if spec == COMPACT else str(self)
 
 
-def _tokenize(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, known: dict[int, int]) -> list[tuple[int, ...]]:
-    """Return the rows' tokens. Equal ones are one object of `known`: else each has 28 bytes beside a pointer's 8, in
-    millions of prompts on every rank."""
+def _tokenize(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[Sequence[int]]:
     prompts = ["" if row.reason or not _is_unicode(row.columns["prompt"]) else row.columns["prompt"] for row in rows]
     # A chat template made the prompt of messages: its marks are special tokens, and it is whole.
     is_rendered = ["messages" in row.columns for row in rows]
     plain = ["" if rendered else prompt for rendered, prompt in zip(is_rendered, prompts, strict=True)]
-    found = [
+    return [
         chat.rendered_ids(tokenizer, prompt) if rendered else ids
         for rendered, prompt, ids in zip(is_rendered, prompts, tokenizer(plain)["input_ids"], strict=True)
     ]
-    return [tuple(map(known.setdefault, ids, ids)) for ids in found]
 
 
 def _problem(index: int, row: Row, prompt_ids: tuple[int, ...]) -> Problem:
@@ -301,126 +400,3 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    where: str  # ``line 3`` of a text file, ``row 3`` of a parquet file or a folder; both count from 1
-    columns: dict[str, Any]
-    reason: str = ""  # why the row cannot be read; empty for a good one
-
-
-def called_rows(name: str) -> Iterator[Row]:
-    """Yield the rows of a function at ``module:function``, the same on every rank. Raises DataError for none, or its
-    error."""
-    function = _function_of(name)
-    number = 0
-    try:
-        for number, columns in enumerate(function(), start=1):
-            if isinstance(columns, Mapping):
-                yield Row(where=f"row {number}", columns=dict(columns))
-            else:
-                yield Row(where=f"row {number}", columns={}, reason=f"got {type(columns).__name__}, expected a mapping")
-    except Exception as error:  # code of others
-        raise DataError(
-            f"data source {name}: after {number} rows it raised {type(error).__name__}: {error}. Correct the function; "
-            "it takes no argument and returns rows."
-        ) from error
-
-
-def _function_of(name: str) -> Callable[[], Iterable[object]]:
-    function = verifiers.find(name)
-    if not callable(function):
-        raise DataError(f"data source {name}: a {type(function).__name__}, expected a function without arguments.")
-    return function
-
-
-def read_rows(path: Path) -> Iterator[Row]:
-    """Read a file or folder. Raises DataError when any part is unreadable."""
-    if path.is_dir():
-        return _folder_rows(path)
-    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
-    if path.suffix not in readers:
-        raise DataError(
-            f"{path}: got {path.suffix!r}, expected a .jsonl or .parquet file, or a folder that is there. Convert it. "
-            f"{NOT_DOWNLOADED}"
-        )
-    if not path.is_file():
-        raise DataError(f"{path}: no such file. Check the path; it is relative to the folder where the run starts.")
-    return readers[path.suffix](path)
-
-
-def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield _jsonl_row(f"line {number}", line)
-
-
-def _jsonl_row(where: str, line: bytes) -> Row:
-    try:
-        columns = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        reason = f"got byte 0x{line[error.start]:02x} at position {error.start}, expected UTF-8. Convert the file"
-        return Row(where=where, columns={}, reason=reason)
-    except json.JSONDecodeError as error:
-        reason = f"broken JSON at position {error.pos}: {error.msg}. Write one JSON object per line"
-        return Row(where=where, columns={}, reason=reason)
-    except RecursionError:
-        return Row(where=where, columns={}, reason="JSON nested too deeply. Write one flat JSON object per line")
-    if not isinstance(columns, dict):
-        reason = f'got {type(columns).__name__}, expected an object. Write {{"prompt": ..., "answer": ..., ...}}'
-        return Row(where=where, columns={}, reason=reason)
-    return Row(where=where, columns=columns)
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            yield from _rows_of(file.iter_batches(batch_size=1024), 0)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable parquet file. Write it again. pyarrow says: {error}.") from error
-
-
-def _folder_rows(path: Path) -> Iterator[Row]:
-    """Read what datasets' save_to_disk wrote: Arrow streams, named in state.json."""
-    number = 0
-    for file in _arrow_files(path):
-        try:
-            with pyarrow.memory_map(str(file)) as mapped:
-                mapped.seek(max(0, mapped.size() - len(END_OF_STREAM)))
-                if mapped.read() != END_OF_STREAM:
-                    raise pyarrow.ArrowInvalid("it ends in the middle")
-                mapped.seek(0)
-                for row in _rows_of(pyarrow.ipc.open_stream(mapped), number):
-                    number += 1
-                    yield row
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{file}: not a whole Arrow stream. Save the data again. pyarrow says: {error}.") from error
-
-
-def _arrow_files(path: Path) -> list[Path]:
-    if (path / "dataset_dict.json").is_file():
-        splits = ", ".join(sorted(str(entry.parent) for entry in path.glob("*/state.json")))
-        raise DataError(f"{path}: a folder of splits, expected one of them. Name one of {splits}.")
-    try:
-        state = json.loads((path / "state.json").read_text("utf-8"))
-        files = [path / entry["filename"] for entry in state["_data_files"]]
-        chosen = state.get("_indices_data_files")
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise DataError(
-            f"{path}: got a folder without a readable state.json ({type(error).__name__}), expected one that the "
-            "save_to_disk of Hugging Face's datasets wrote. Save the data so, or name a .jsonl or .parquet file."
-        ) from error
-    if chosen:
-        raise DataError(f"{path}: has rows chosen by an index, expected plain ones. Call flatten_indices, and save it.")
-    return files
-
-
-def _rows_of(batches: Iterable[pyarrow.RecordBatch], number: int) -> Iterator[Row]:
-    """Count a missing value (null) as a missing column."""
-    for batch in batches:
-        for values in batch.to_pylist():
-            number += 1
-            columns = {name: value for name, value in values.items() if value is not None}
-            yield Row(where=f"row {number}", columns=columns)

@@ -1,5 +1,6 @@
 """Environments and agents, which answer responses until there is a reward. Column ``verifier`` names the class. One
-object serves one conversation, in its own thread and event loop; a call may take ``rollout.environment_timeout_s``.
+object serves one conversation, in its own thread and event loop, so asynchronous clients are made in it and not in its
+module; a call may take ``rollout.environment_timeout_s``.
 """
 
 from __future__ import annotations

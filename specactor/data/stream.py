@@ -87,18 +87,23 @@ class PromptStream:
 
 class MixedStream:
     """Problems of several sets, numbered on. The next is of the set farthest behind its weight, so shares hold in every
-    stretch."""
+    stretch with the same weights."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffle: bool = True) -> None:
         self._streams = [PromptStream(size, seed + i, shuffle=shuffle) for i, size in enumerate(sizes)]
         self._offsets = [0, *accumulate(sizes)]
-        self._weights = weights
+        self._weights = [*map(float, weights)]
+        self._since = [0] * len(sizes)  # problems of each set that had been taken when these weights began
 
     def take(self, count: int) -> tuple[Visit, ...]:
         return tuple(self._next() for _ in range(count))
 
     def state(self) -> dict[str, object]:
-        return {"sets": [stream.state() for stream in self._streams]}
+        return {
+            "sets": [stream.state() for stream in self._streams],
+            "weights": self._weights,
+            "since": self._since,
+        }
 
     def restore(self, state: object) -> None:
         """As `PromptStream.restore`, of the same sets."""
@@ -110,9 +115,14 @@ class MixedStream:
             )
         for stream, of_set in zip(self._streams, sets, strict=True):
             stream.restore(of_set)
+        taken = [stream.num_taken for stream in self._streams]
+        # Shares by other weights begin here: else one set alone would be drawn until it has caught up with the others.
+        same = state.get("weights", self._weights) == self._weights
+        self._since = [*state.get("since", [0] * len(taken))] if same else taken
 
     def _next(self) -> Visit:
-        after = [(stream.num_taken + 1) / weight for stream, weight in zip(self._streams, self._weights, strict=True)]
+        num_taken = [stream.num_taken - since for stream, since in zip(self._streams, self._since, strict=True)]
+        after = [(count + 1) / weight for count, weight in zip(num_taken, self._weights, strict=True)]
         chosen = after.index(min(after))
         [(index, epoch)] = self._streams[chosen].take(1)
         return Visit(self._offsets[chosen] + index, epoch)

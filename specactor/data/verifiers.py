@@ -66,7 +66,11 @@ def get_verifier(name: str, timeout_s: float | None = None) -> Verifier:
         pass
     if not is_async(name):
         return _checked(name, function)
-    return _checked(name, lambda response, problem: asyncio.run(_in_time(function(response, problem), timeout_s)))
+
+    def ask(response: str, problem: Problem) -> float:
+        return asyncio.run_coroutine_threadsafe(_in_time(function(response, problem), timeout_s), _loop()).result()
+
+    return _checked(name, ask)
 
 
 def is_async(name: str) -> bool:
@@ -74,7 +78,33 @@ def is_async(name: str) -> bool:
 
 
 async def _in_time(score: Coroutine[object, object, float], timeout_s: float | None) -> float:
-    return await asyncio.wait_for(score, timeout_s)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await score
+    except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop of the others, too
+        raise RuntimeError(repr(error)) from error
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the one loop of this process's asynchronous verifiers: the client that a module keeps works in one."""
+    with _LOOP_LOCK:
+        return _begun_loop()
+
+
+@lru_cache(maxsize=1)
+def _begun_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        while True:
+            with suppress(SystemExit, KeyboardInterrupt):  # of a task that a verifier has begun
+                loop.run_forever()
+
+    threading.Thread(target=run, name="verifiers", daemon=True).start()
+    return loop
+
+
+_LOOP_LOCK = threading.Lock()
 
 
 @lru_cache(maxsize=256)

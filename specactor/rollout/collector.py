@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specactor import hooks, samples
 from specactor.config import Config
-from specactor.data.dataset import Dataset
+from specactor.data.dataset import SAME_ROWS, Dataset
 from specactor.data.stream import CurriculumStream, MixedStream, PromptStream
 from specactor.errors import DataError, EngineError
 from specactor.parallel.collective import Collective
@@ -436,7 +436,9 @@ class RolloutCollector:
 
     def digest(self) -> int:
         """Return a digest of `state`, which is large and not made for it; 0 on ranks other than 0. Collective."""
-        found = xxhash.xxh3_64(json.dumps({"prompts": self.prompts.state()}, sort_keys=True).encode())
+        found = xxhash.xxh3_64()
+        if self.collective.rank == 0:  # a curriculum's state has as many numbers as problems that were tried
+            found.update(json.dumps({"prompts": self.prompts.state()}, sort_keys=True).encode())
         if self.open_groups:
             here = [t for group in self.open_groups for t in group.finished.values() if samples.is_here(t)]
             own = {t.request_id: xxhash.xxh3_64_intdigest(resume.encoded(t)) for t in here}
@@ -468,10 +470,7 @@ def check_same_problems(sets: Sequence[Dataset], collective: Collective) -> None
     first, *others = collective.gather((socket.gethostname(), own), tuple[str, list[str]])
     for rank, (host, found) in enumerate(others, 1):
         if found != first[1]:
-            raise DataError(
-                f"data: rank {rank} on {host} has other problems than rank 0 on {first[0]}. A function has to return "
-                "the same rows on every rank, and all hosts have to see the same files."
-            )
+            raise DataError(f"data: rank {rank} on {host} has other problems than rank 0 on {first[0]}. {SAME_ROWS}")
 
 
 def _check_ends(responses: Iterable[Trajectory]) -> None:

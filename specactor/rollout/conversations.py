@@ -207,7 +207,11 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
             if conversation.abandoned and conversation.loop is not None:
                 _close(conversation.loop, conversation.environment, self._timeout_s)
 
-        threading.Thread(target=work, name="environment", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="environment", daemon=True).start()
+        except RuntimeError as error:  # the system gives no further thread: those that are there go on
+            conversation.busy = False
+            ended(None, error)
 
     def take(self, answer: EnvironmentAnswer) -> RolloutRequest | list[RolloutRequest] | Trajectory | None:
         """Return the next turn, an agent's turns, or the whole conversation, which has failed where its environment
@@ -282,8 +286,10 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
                 conversation.loop.call_soon_threadsafe(_cancel, conversation.loop)
         if conversation.loop is not None and not conversation.abandoned:
             arguments = (conversation.loop, conversation.environment, self._timeout_s)
-            self._threads.append(threading.Thread(target=_close, args=arguments, name="environment", daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=_close, args=arguments, name="environment", daemon=True)
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._threads.append(thread)
 
     def _go_on(self, conversation: _Conversation, said: Said) -> RolloutRequest | float:
         """Return the next turn; without room for one, the reward."""

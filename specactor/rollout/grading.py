@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 GROW_S = 2.0  # a response's wait until another process is started: most verifiers need one
 NEW_S = 10.0  # the first answer's time, with the verifier's imports, until others are started
 MAX_HUNG = 8  # in a row, until a verifier is not asked again in this rollout
+LOG_BYTES = 2**28  # of what verifiers print, which is emptied beyond
 TOGETHER = 64  # asynchronous verifiers that are awaited at a time
 
 
@@ -118,6 +119,9 @@ class Grading(contextlib.AbstractContextManager["Grading"]):
 
     def begin(self) -> None:
         """Begin a rollout: verifiers that hung are asked again."""
+        with contextlib.suppress(OSError):
+            if os.path.getsize(self._log_file) > LOG_BYTES:
+                os.truncate(self._log_file, 0)  # all append to it
         self._hung.clear()
         self._verdicts.clear()
 

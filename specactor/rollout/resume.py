@@ -107,7 +107,7 @@ def heard(before: Trajectory, turn: Trajectory) -> Trajectory:
         logprobs=(*before.logprobs, *turn.logprobs),
         finish_reason=turn.finish_reason,
         spans=joined((*before.spans, *spans)),
-        loss_mask=before.loss_mask + (True,) * len(turn.token_ids),
+        loss_mask=(*before.loss_mask, *[True] * len(turn.token_ids)),
         routed_experts=experts + cast("bytes", turn.routed_experts)[len(experts) :],
     )
 
@@ -123,7 +123,7 @@ def said(before: Trajectory, ids: tuple[int, ...]) -> Trajectory:
         token_ids=(*before.token_ids, *ids),
         logprobs=(*before.logprobs, *(0.0 for _ in ids)),
         spans=joined((*before.spans, span)),
-        loss_mask=before.loss_mask + (False,) * len(ids),
+        loss_mask=(*before.loss_mask, *[False] * len(ids)),
     )
 
 

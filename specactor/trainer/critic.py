@@ -37,7 +37,7 @@ class Critic(ModelTrainer):
         """Return each sequence's values, returns, and advantages whitened over the step, of sampled tokens alone."""
         settings = self.config.algorithm.critic
         sequences = [sequence for part in updates for sequence in part]
-        masks = [torch.tensor(s.loss_mask or (True,) * s.response_len, dtype=torch.bool) for s in sequences]
+        masks = [torch.tensor([*s.loss_mask] or [True] * s.response_len, dtype=torch.bool) for s in sequences]
         values = [own for part in updates for own in self._per_token(part, values_R)]
         # What an environment said takes no part: a turn's first value follows on the last one of the turn before.
         sampled = [own[mask] for own, mask in zip(values, masks, strict=True)]

@@ -65,8 +65,11 @@ def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("2+2?", "messages: got '2+2?', expected a list of objects with a role and a content. Correct them."),
-        ([{"role": "user"}], "messages: got [{'role': 'user'}], expected a list of objects with a role and a content."),
+        ("2+2?", "messages: got '2+2?', expected a list of objects with a role and a content, both texts."),
+        (
+            [{"role": "user"}],
+            "messages: got [{'role': 'user'}], expected a list of objects with a role and a content, ",
+        ),
         ([], "messages: got [], expected a list of objects"),
     ],
 )
@@ -262,14 +265,71 @@ def test_a_folder_named_like_a_task(
     assert len(build_dataset(source, tokenizer, max_prompt_tokens=9)) == 1
 
 
-def test_equal_tokens_of_prompts_are_one_object() -> None:
+class Large:
+    """A tokenizer whose ids are no small integers, of which Python has one object each anyway."""
+
+    unk_token_id = None
+
+    def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[int("1000"), int("2000")] for _ in texts]}
+
+
+def test_equal_tokens_of_prompts_are_one_object(tmp_path: Path) -> None:
     """Each has 28 bytes, and a data set may have a thousand million."""
-    rows = [dataset.Row(where="", columns={"prompt": text}) for text in "ab"]
-    known: dict[int, int] = {}
-    tokenizer: Any = lambda texts: {"input_ids": [[int("1000"), int("2000")] for _ in texts]}  # noqa: E731
-    [first, second], [third] = (dataset._tokenize(part, tokenizer, known) for part in (rows, rows[:1]))
-    assert first == (1000, 2000)
-    assert {*map(id, first)} == {*map(id, second)} == {*map(id, third)}
+    path = write_lines(tmp_path / "a.jsonl", *[GOOD] * 70)
+    problems = build(Large(), path=str(path))  # type: ignore[arg-type]
+    assert problems[0].prompt_ids == (1000, 2000)
+    assert len({ids for problem in problems for ids in map(id, problem.prompt_ids)}) == 2
+
+
+def read_by(world: int, *paths: Path) -> list[dataset._Reading]:
+    """As so many ranks look at them; a path for each, or one for all."""
+    sources = [SourceConfig(path=str(paths[rank % len(paths)])) for rank in range(world)]
+    return [dataset._Reading(source, TOKENIZER, 100, rank, world) for rank, source in enumerate(sources)]
+
+
+@pytest.mark.parametrize("count", [1, 64, 65, 300])
+def test_ranks_that_share_the_work_have_what_one_makes_alone(count: int, tmp_path: Path) -> None:
+    """Also of bad rows. Each looks at its part alone."""
+    rows = [{**GOOD, "prompt": f"{i}+1="} for i in range(count)]
+    rows[count // 2] = {"answer": "4", "verifier": "exact", "messages": [{"role": "user", "content": "2+2="}]}
+    path = write_lines(tmp_path / "a.jsonl", *rows)
+    alone, ranks = build(TOKENIZER, path=str(path)), read_by(3, path)
+    parts = [rank.own for rank in ranks]
+    assert sum(map(len, parts)) < 2 * len(read_by(1, path)[0].own), "each looked at its own"
+    assert [list(rank.dataset(parts)) for rank in ranks] == [list(alone)] * 3
+    if count > 64:
+        with pytest.raises((AssertionError, StopIteration)):
+            assert list(ranks[0].dataset(parts[::-1])) == list(alone)
+    path = write_lines(tmp_path / "a.jsonl", *rows, {**GOOD, "answer": ""}, "{")
+    said = set()
+    for rank in (ranks := read_by(3, path)):
+        with pytest.raises(DataError) as caught:
+            rank.dataset([other.own for other in ranks])
+        said.add(str(caught.value))
+    with pytest.raises(DataError) as caught:
+        build(TOKENIZER, path=str(path))
+    assert said == {str(caught.value)}
+
+
+def test_ranks_that_read_other_rows_do_not_share_them(tmp_path: Path) -> None:
+    one, two = (write_lines(tmp_path / f"{n}.jsonl", *[GOOD] * n) for n in (1, 2))
+    ranks = read_by(2, one, two)
+    with pytest.raises(DataError, match=r"1\.jsonl: ranks read \[1, 2\] rows\. A function has to return the same rows"):
+        ranks[0].dataset([rank.own for rank in ranks])
+
+
+def test_a_template_makes_texts_of_what_it_names_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of a program have megabytes."""
+
+    class Tests(list):  # type: ignore[type-arg]
+        def __str__(self) -> str:
+            raise AssertionError("made a text of it")
+
+    monkeypatch.setattr(
+        dataset, "read_rows", lambda _: iter([dataset.Row(where="", columns=GOOD | {"tests": Tests()})])
+    )
+    assert len(build(TOKENIZER, path="a.jsonl")) == 1
 
 
 def test_the_content_is_what_is_asked_and_judged(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -331,6 +391,18 @@ BAD_ROWS: dict[str, tuple[Mapping[str, object] | str | bytes, str]] = {
     "a column is misspelt": (
         {**MISSING_ANSWER, "anwser": "4"},
         "answer: missing, expected a text. Did you mean anwser? Rename it.",
+    ),
+    "pictures beside messages": (
+        {
+            **{"answer": "4", "verifier": "exact", "images": ["a.png"]},
+            "messages": [{"role": "user", "content": "<image>?"}],
+        },
+        "images: the policy would not see it, expected texts alone. Leave it out, or rename it for a verifier.",
+    ),
+    "a prompt in parts": (
+        {**GOOD, "prompt": [{"role": "user", "content": [{"type": "text", "text": "2+2="}]}]},
+        "prompt: got [{'role': 'user', 'content': [{'type': 'text', 'text': '2+2='}]}], expected a text, or a column "
+        "messages with texts. Correct it.",
     ),
     "an answer is a number": ({**GOOD, "answer": 4}, "answer: got 4 (int), expected a text. Put it in quotes."),
     "a prompt is null": ({**GOOD, "prompt": None}, "prompt: got None (NoneType), expected a text. Put it in quotes."),

@@ -152,6 +152,21 @@ def test_a_restored_mix_goes_on_as_if_nothing_had_happened(
     assert [resumed.take(count) for count in after] == [undisturbed.take(count) for count in after]
 
 
+@given(before=st.integers(0, 100), old=st.floats(0.1, 10), new=st.floats(0.1, 10), more=st.integers(0, 50))
+def test_other_weights_hold_from_the_resume_on(before: int, old: float, new: float, more: int) -> None:
+    """And not from the start: else one set alone would come until it has caught up. A second resume changes nothing."""
+    first = mixed([(7, 1.0), (9, old)])
+    first.take(before)
+    second, third = mixed([(7, 1.0), (9, new)]), mixed([(7, 1.0), (9, new)])
+    second.restore(first.state())
+    if old != new:
+        taken = second.take(40)
+        assert abs(sum(index >= 7 for index, _ in taken) - 40 * new / (1 + new)) <= 2
+    second.take(more)
+    third.restore(json.loads(json.dumps(second.state())))
+    assert third.take(20) == second.take(20)
+
+
 def test_a_mix_of_other_sets_is_not_resumed() -> None:
     for state in (mixed([(3, 1.0)]).state(), PromptStream(3, 3).state(), None):
         with pytest.raises(CheckpointError, match="expected those of 2 sets"):

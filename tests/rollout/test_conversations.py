@@ -314,6 +314,29 @@ def test_an_environment_is_made_in_a_thread_of_its_own(tokenizer: PreTrainedToke
     assert no_thread_is_left()
 
 
+def test_where_no_further_thread_can_be_started_one_conversation_fails(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may allow a thousand, and all conversations of a step begin at once."""
+    start, begun = threading.Thread.start, list[str]()
+
+    def limited(thread: threading.Thread) -> None:
+        begun.append(thread.name)
+        if begun.count("environment") == 3 and thread.name == "environment":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    problems = [problem(i) for i in range(20)]
+    found = rollout(problems, tokenizer)
+    failed = [t for t in found if t.failure]
+    assert [t.failure.partition(": ")[2] for t in failed] == ['start: RuntimeError("can\'t start new thread")']
+    others = {t.request_id for t in found if not t.failure}
+    kept = [p for p in problems if request(p.index).request_id in others]
+    assert differing(kept, [t for t in found if not t.failure], tokenizer) == 0
+    assert no_thread_is_left()
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [("NotAsync", "async def start(self, problem)"), ("WithoutArgument", "async def step(self, response)")],

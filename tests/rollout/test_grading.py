@@ -119,6 +119,19 @@ def test_where_memory_ends_verifiers_go_first(grading: Grading) -> None:
     assert scores([grading.submit("", problem("oom_score"))]) == [1000.0]
 
 
+def test_what_they_print_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOG_BYTES", 100)
+    log = tmp_path / "verifiers.log"
+    with Grading(timeout_s=60.0, log_file=str(log), most=1) as grading:
+        sizes = []
+        for word in ("x" * 60, "y" * 60, "z" * 60):
+            grading.begin()
+            assert scores([grading.submit(word, problem("prints"))]) == [1.0]
+            sizes.append(log.stat().st_size)
+    assert sizes == [61, 122, 61]
+    assert log.read_text() == f"{'z' * 60}\n"
+
+
 def test_one_that_hangs_is_ended_with_all_it_started_and_holds_up_no_other(grading: Grading, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     bad = [grading.submit(str(file), problem("leaves_a_child")), grading.submit("", problem("hangs"))]
@@ -151,6 +164,14 @@ def test_asynchronous_ones_wait_together_and_a_late_one_is_alone_in_that() -> No
         found = scores([grading.submit("600" if i == 5 else "0", problem("waits")) for i in range(10)])
         assert [of for i, of in enumerate(found) if i != 5] == [1.0] * 9
         assert str(found[5]).startswith("TimeoutError: verifier ")
+
+
+def test_asynchronous_ones_may_share_a_client_and_none_ends_the_loop_of_others() -> None:
+    with Grading(timeout_s=20.0, most=1) as grading:
+        names = [name for _ in range(10) for name in ("shares", "ends_its_loop")]
+        found = scores([grading.submit(str(i), problem(name)) for i, name in enumerate(names)])
+    assert found[::2] == [1.0] * 10
+    assert all(str(of).startswith("RuntimeError: verifier ") for of in found[1::2]), found
 
 
 def test_one_that_ends_the_process_of_others_costs_only_itself() -> None:

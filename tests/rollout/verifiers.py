@@ -34,6 +34,11 @@ def is_whole(response: str, problem: Problem) -> float:
     return float(problem.metadata == {"pair": (1, (2, "x")), "map": {"1": [2, (3,)]}, "text": "\u00e9"})
 
 
+def prints(response: str, problem: Problem) -> float:
+    print(response, flush=True)
+    return 1.0
+
+
 def raises(response: str, problem: Problem) -> float:
     raise KeyError("a bug of the verifier")
 
@@ -69,6 +74,26 @@ async def waits(response: str, problem: Problem) -> float:
 async def blocks(response: str, problem: Problem) -> float:
     """Does not wait but hold its process, if it is asked to."""
     return hangs(response, problem) if response == "hang" else 2.0
+
+
+_OPEN = asyncio.Semaphore(2)
+"""Stands for the connections of a client that a module keeps: it works in one event loop."""
+
+
+async def shares(response: str, problem: Problem) -> float:
+    async with _OPEN:
+        await asyncio.sleep(0.01)
+    return 1.0
+
+
+async def ends_its_loop(response: str, problem: Problem) -> float:
+    asyncio.create_task(_exits())  # noqa: RUF006  (a task that nobody keeps)
+    await asyncio.sleep(0.01)
+    sys.exit(3)
+
+
+async def _exits() -> None:
+    sys.exit(3)
 
 
 @functools.cache

@@ -153,7 +153,7 @@ class Recorder:
             ids[source_R], logprobs[source_R] = ids_RK.cpu(), logprobs_RK.cpu()  # once all are computed
         self._micro_batches = []
         ids, logprobs = self._everywhere(ids), self._everywhere(logprobs)
-        said = ~torch.cat([torch.tensor(s.loss_mask or (True,) * s.response_len).bool() for s in sequences])
+        said = ~torch.cat([torch.tensor([*s.loss_mask] or [True] * s.response_len).bool() for s in sequences])
         if said.any():  # by an environment: no policy has a distribution there, and what is said is certain
             tokens = torch.tensor([token for s in sequences for token in s.token_ids[s.prompt_len :]])
             ids[said, 0] = tokens[said].to(ids)
