@@ -117,6 +117,7 @@ class MixedStream:
             stream.restore(of_set)
         taken = [stream.num_taken for stream in self._streams]
         # Shares by other weights begin here: else one set alone would be drawn until it has caught up with the others.
+        assert isinstance(state, Mapping)
         same = state.get("weights", self._weights) == self._weights
         self._since = [*state.get("since", [0] * len(taken))] if same else taken
 
