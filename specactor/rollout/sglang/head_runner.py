@@ -209,9 +209,8 @@ class HeadRunner(DraftRunner):
         self._normalizes = any(getattr(layers, name, None) is not None for name in ("input_norm", "fc_norm"))
         """Whether it does more to the target's states than join them, which graphs leave out."""
         attentions = [module for module in layers.modules() if isinstance(module, RadixAttention)]
-        self._attention: Any = (
-            attentions[0] if len(attentions) == 1 else None
-        )  # None: further layers read more than keys
+        self._attention: Any = attentions[0] if len(attentions) == 1 else None
+        """None: further layers read more than keys of the first."""
         ids = getattr(runner.model, "hot_token_id", None)
         self._token_ids = None if ids is None else ids.to(self._device)  # of a reduced vocabulary
 
