@@ -248,6 +248,7 @@ def _become(order: _Order, fd: int, log: int, ours: tuple[socket.socket, socket.
         sys.argv = [module, *arguments, "--fd", str(fd)]
         print(f"specactor: process {os.getpid()}, forked by the warm starter", flush=True)
         setproctitle(f"{sys.executable} -m {' '.join(sys.argv)}")
+        warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)  # the starter's own import
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         sys.stdout.flush()
         os._exit(0)

@@ -19,6 +19,7 @@ from specactor.data import verifiers
 from specactor.data.verifiers import get_verifier
 from specactor.errors import DataError
 from specactor.rollout import grading as module
+from specactor.rollout import warm_starter
 from specactor.rollout.grading import Grading, Scored
 from specactor.rollout.process_guard import descendants
 from specactor.types import Problem
@@ -121,6 +122,7 @@ def test_where_memory_ends_verifiers_go_first(grading: Grading) -> None:
 
 def test_what_they_print_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOG_BYTES", 100)
+    monkeypatch.delenv(warm_starter.NAME, raising=False)  # what it forks says so in its log
     log = tmp_path / "verifiers.log"
     with Grading(timeout_s=60.0, log_file=str(log), most=1) as grading:
         sizes = []
