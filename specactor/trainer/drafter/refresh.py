@@ -82,6 +82,7 @@ class Distillation:
         self.drafter = kind(self.config, model, seed=config.seed, group=group)
         self._sender = DraftSender(getattr(torch, config.model.dtype))
         self._packed: DraftWeights | None = None  # on ranks that have somebody to hand them to
+        self._gathered = 0  # the version of which all ranks have had all weights; 0: of none
         self._leave_device()
 
     def refresh(
@@ -167,7 +168,7 @@ class Distillation:
                     self.drafter.load(folder)
                 else:
                     self._collective.together("checkpoint", lambda: self.drafter.load(folder))
-                self._packed = None
+                self._packed, self._gathered = None, 0
 
     def state(self) -> dict[str, Any]:
         return {"left_s": min(0.0, self._left_s)}
@@ -238,12 +239,14 @@ class Distillation:
         version = self.drafter.version
         # Had at any time: an engine may be dead now, and have a successor at the push.
         self._hands_over |= bool(self._engines()) or self._processes.oldest_version() is not None
-        if version and self._is_finite and (self._packed is None or self._packed.draft_version != version):
+        # It may be collective, so what this rank has packed, or has to hand over, does not decide it.
+        if version and self._is_finite and self._gathered != version:
             weights = chain(self.drafter.named_weights(), self.drafter.fixed_weights())
             if self._hands_over:
                 self._packed = self._sender.pack(weights, version=version)
             else:
-                deque(weights, maxlen=0)  # it may be collective
+                deque(weights, maxlen=0)
+            self._gathered = version
         self.drafter.offload()
 
     def _is_sound(self) -> bool:

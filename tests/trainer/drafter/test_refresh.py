@@ -141,6 +141,31 @@ def test_a_rank_without_anybody_that_drafts_keeps_no_weights_to_hand_over(
     assert others.engines[0].versions == [2]
 
 
+def test_all_ranks_gather_the_weights_as_often(
+    collective: Collective, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ZeRO stage 3 each time is collective: a rank without anybody that drafts would be alone in one after a
+    refresh that made no new version, and wait for ever."""
+    real, asked = DrafterTrainer.named_weights, list[DrafterTrainer]()
+
+    def noted(self: DrafterTrainer) -> Any:
+        asked.append(self)
+        return real(self)
+
+    world, others = World(collective, draft_dir), World(collective, draft_dir)
+    monkeypatch.setattr(DrafterTrainer, "named_weights", noted)
+    others.engines = []
+    monkeypatch.setattr(others.processes, "oldest_version", lambda: None)
+    others.it._hands_over = False
+    for number in (1, 2, 3):
+        if number == 2:
+            monkeypatch.setattr(DrafterTrainer, "refresh", diverging)
+        if number == 3:  # an engine that was dead whenever it was looked at
+            others.engines = [Engine()]
+        assert {of.step(number)["drafter/version"] for of in (world, others)} == {1}
+        assert asked.count(world.it.drafter) == asked.count(others.it.drafter), number
+
+
 def test_a_refused_push_is_said_and_made_again(world: World) -> None:
     world.engines[0].refuses = "gate arrived with a wrong digest"
     metrics = world.step(1)
