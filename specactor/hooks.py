@@ -24,7 +24,7 @@ __all__ = ["Advantage", "Agent", "AsyncReward", "DataSource", "Environment", "Gr
 Reward = Callable[[str, Problem], float]
 """A ``verifier`` (response, problem) scores with any finite number; 1 is solved."""
 AsyncReward = Callable[[str, Problem], Awaitable[float]]
-"""The same; those of a step are awaited together."""
+"""The same; those of a process are awaited together, in one event loop: one that blocks it delays the others."""
 DataSource = Callable[[], Iterable[Mapping[str, object]]]
 """``data.train`` or ``data.eval`` gives the same rows at every call."""
 Advantage = Callable[[Sequence[Sequence[float]]], Sequence[Sequence[float]]]

@@ -68,7 +68,10 @@ def get_verifier(name: str, timeout_s: float | None = None) -> Verifier:
         return _checked(name, function)
 
     def ask(response: str, problem: Problem) -> float:
-        return asyncio.run_coroutine_threadsafe(_in_time(function(response, problem), timeout_s), _loop()).result()
+        loop = _loop()
+        if asyncio._get_running_loop() is loop:
+            raise RuntimeError("an asynchronous verifier asked this one through get_verifier, and its loop would wait")
+        return asyncio.run_coroutine_threadsafe(_in_time(function(response, problem), timeout_s), loop).result()
 
     return _checked(name, ask)
 

@@ -171,7 +171,9 @@ def test_asynchronous_ones_wait_together_and_a_late_one_is_alone_in_that() -> No
 def test_asynchronous_ones_may_share_a_client_and_none_ends_the_loop_of_others() -> None:
     with Grading(timeout_s=20.0, most=1) as grading:
         names = [name for _ in range(10) for name in ("shares", "ends_its_loop")]
+        nested = grading.submit("0", problem("asks_another"))
         found = scores([grading.submit(str(i), problem(name)) for i, name in enumerate(names)])
+        assert "asked this one through get_verifier" in str(scores([nested])[0]), "it does not wait for itself"
     assert found[::2] == [1.0] * 10
     assert all(str(of).startswith("RuntimeError: verifier ") for of in found[1::2]), found
 

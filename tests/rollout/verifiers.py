@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from specactor.data.verifiers import get_verifier
 from specactor.types import Problem
 
 
@@ -94,6 +95,10 @@ async def ends_its_loop(response: str, problem: Problem) -> float:
 
 async def _exits() -> None:
     sys.exit(3)
+
+
+async def asks_another(response: str, problem: Problem) -> float:
+    return get_verifier(f"{__name__}:waits")(response, problem)
 
 
 @functools.cache
