@@ -20,8 +20,8 @@ from specactor.rollout.decoupled import supervisor
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.driver import BorrowedDevices
 from specactor.rollout.sglang.engine_client import Engine
-from specactor.rollout.tail import BorrowedDevices
 from specactor.weights_sync.draft_push import DraftSender
 from tests.rollout.conftest import Footprint
 from tests.rollout.decoupled.test_supervisor import PATIENCE_S, assert_drafts, child_of, is_listening, make_drafter_spec
