@@ -68,7 +68,7 @@ class ChildProcess(Generic[Answer]):
     def __init__(
         self,
         run: str,
-        start: msgspec.Struct,
+        start: object,
         *,
         name: str,
         answers: msgspec.msgpack.Decoder[Answer],
@@ -76,8 +76,8 @@ class ChildProcess(Generic[Answer]):
         log_file: str,
     ) -> None:
         """Start it, or have the warm starter fork it, without waiting. `run` is ``package.module:function``, which gets
-        the child's end of the socket, and `start` the first message. `answers` decodes all answers, `Failed` among
-        them."""
+        the child's end of the socket, and `start` the first message, which says what to start. `answers` decodes all
+        answers, `Failed` among them."""
         self.name, self.log_file = name, log_file
         self.moved_s = 0.0  # when it last gave an answer that was not the last of its call
         self.answer_to_start: Answer | None = None  # once it is there; `wait_ready` returns it
@@ -132,7 +132,7 @@ class ChildProcess(Generic[Answer]):
         self.kill()
         raise kind(self.with_log(reason))
 
-    def call(self, message: msgspec.Struct) -> Call[Answer]:
+    def call(self, message: object) -> Call[Answer]:
         """Ask without waiting; a dead child has answered that it died."""
         with self._lock:
             number = self._next_number
@@ -145,7 +145,7 @@ class ChildProcess(Generic[Answer]):
             call.inbox.put(None)
         return call
 
-    def ask(self, message: msgspec.Struct, timeout_s: float) -> Answer:
+    def ask(self, message: object, timeout_s: float) -> Answer:
         """Ask, and return the one answer. Raises TimeoutError, and ChildDied."""
         with self.call(message) as call:
             return call.next(timeout_s)

@@ -13,7 +13,7 @@ import msgspec
 
 from specactor.errors import EngineError
 
-VERSION = 4
+VERSION = 5
 START = 0  # number of the first call: the owner says what to start, and the answer says how that went
 MAX_BYTES = 1 << 30
 _HEADER = struct.Struct("<IB?I")  # bytes of the message, version, whether it is the last of its call, call
@@ -45,7 +45,7 @@ class Header:
     last: bool
 
 
-def pack(call: int, message: msgspec.Struct, *, last: bool = True) -> bytes:
+def pack(call: int, message: object, *, last: bool = True) -> bytes:
     """Return one frame. Raises ProtocolError for a message that is too long."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_BYTES:

@@ -39,10 +39,6 @@ LOG_BYTES = 2**28  # of what verifiers print, which is emptied beyond
 TOGETHER = 64  # asynchronous verifiers that are awaited at a time
 
 
-class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    path: list[str]  # Python's module path, as in the owner
-
-
 class Ready(msgspec.Struct, tag=True, frozen=True):
     pass
 
@@ -52,7 +48,7 @@ class Job(msgspec.Struct, frozen=True):
     problem: Problem
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
+class Ask(msgspec.Struct, frozen=True):
     jobs: list[Job]
     timeout_s: float  # of each; one that is not asynchronous is ended with the process
 
@@ -255,7 +251,7 @@ class Grading(contextlib.AbstractContextManager["Grading"]):
                 raise EngineError("the run has ended")
             child: ChildProcess[FromGrader] = ChildProcess(
                 "specactor.rollout.grading:serve",
-                Start(path=[str(folder) for folder in sys.path]),
+                [str(folder) for folder in sys.path],
                 name="verifiers",
                 answers=ANSWERS,
                 environment=cpu.process_environment(()),
@@ -290,7 +286,8 @@ def _received(code: int, data: memoryview) -> tuple[Any, ...]:
     return tuple(msgspec.msgpack.decode(data, ext_hook=_received))
 
 
-QUESTIONS: msgspec.msgpack.Decoder[Start | Ask] = msgspec.msgpack.Decoder(Start | Ask, ext_hook=_received)
+MODULE_PATH: msgspec.msgpack.Decoder[list[str]] = msgspec.msgpack.Decoder(list[str])  # of the first message
+QUESTIONS: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask, ext_hook=_received)
 
 
 def serve(connection: socket.socket) -> None:
@@ -305,13 +302,14 @@ def serve(connection: socket.socket) -> None:
     def score(call: int, number: int, job: Job, timeout_s: float) -> None:
         tell(call, _scored(number, job, timeout_s))
 
+    if (first := frames.read(connection, MODULE_PATH)) is None:
+        return
+    header, sys.path[:] = first  # as in the owner
+    tell(header.call, Ready())
     threads = ThreadPoolExecutor(max_workers=TOGETHER)
     while (frame := frames.read(connection, QUESTIONS)) is not None:
         header, question = frame
-        if isinstance(question, Start):
-            sys.path[:] = question.path
-            tell(header.call, Ready())
-        elif len(question.jobs) == 1:  # in the main thread, where a verifier may use signals
+        if len(question.jobs) == 1:  # in the main thread, where a verifier may use signals
             score(header.call, 0, question.jobs[0], question.timeout_s)
         else:
             for number, job in enumerate(question.jobs):

@@ -18,7 +18,7 @@ from specactor.rollout.frames import Failed
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang import engine_server
 from specactor.rollout.sglang.engine_client import EngineSpec
-from specactor.rollout.sglang.engine_protocol import FROM_ENGINE, Start
+from specactor.rollout.sglang.engine_protocol import FROM_ENGINE
 
 
 class Scripted:
@@ -238,7 +238,7 @@ def test_an_engine_refuses_what_will_not_pass_and_dies_of_the_rest(
     spec = EngineSpec(index=0, model_dir="m", dtype="float32", devices=(0,), context_length=8, log_file="l")
     ours, theirs = socket.socketpair()
     with ours:
-        ours.sendall(frames.pack(frames.START, Start(spec=spec)))
+        ours.sendall(frames.pack(frames.START, spec))
         with theirs:
             engine_server.run(theirs)
         frame = frames.read(ours, FROM_ENGINE)

@@ -110,9 +110,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The call was carried out."""
 
-
-class RankReplies(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    replies: list[bytes]
+    replies: list[bytes] = []  # to a `RankCall`, one per rank
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -122,12 +120,9 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     kv_tokens: int  # size of the KV pool
 
 
-class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    spec: EngineSpec
+ToEngine = Generate | RankCall | Command
+FromEngine = Ready | Finished | Progress | Done | Failed
 
-
-ToEngine = Start | Generate | RankCall | Command
-FromEngine = Ready | Finished | Progress | Done | RankReplies | Failed
-
+SPEC: msgspec.msgpack.Decoder[EngineSpec] = msgspec.msgpack.Decoder(EngineSpec)  # of the first message
 TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

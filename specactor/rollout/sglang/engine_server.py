@@ -17,6 +17,7 @@ from specactor.rollout import frames
 from specactor.rollout.frames import Failed, ProtocolError, is_final
 from specactor.rollout.sglang.backend import Backend
 from specactor.rollout.sglang.engine_protocol import (
+    SPEC,
     TO_ENGINE,
     Command,
     Done,
@@ -26,23 +27,19 @@ from specactor.rollout.sglang.engine_protocol import (
     Generate,
     Progress,
     RankCall,
-    RankReplies,
     Ready,
-    Start,
     ToEngine,
 )
 
 
 def run(connection: socket.socket) -> None:
     """Serve until the end of the stream."""
-    frame = frames.read(connection, TO_ENGINE)
+    frame = frames.read(connection, SPEC)
     if frame is None:
         return
-    header, first = frame
-    if not isinstance(first, Start):
-        raise ProtocolError(f"first message {type(first).__name__}, expected Start")
+    header, spec = frame
     try:
-        backend = _start(first.spec)
+        backend = _start(spec)
     except Exception as error:  # the boundary of the process
         traceback.print_exc()
         # What the trainer rank hears of a first start it takes for final; after a death it tries again.
@@ -124,11 +121,9 @@ class _Server:
                     replies = await loop.run_in_executor(
                         None, self._backend.rank_call, message.name, message.payload, patience
                     )
-                return RankReplies(replies=replies)
+                return Done(replies=replies)
             case Command():
                 await self._command(message)
-            case Start():
-                raise ProtocolError("a second Start")
         return Done()
 
     async def _command(self, command: Command) -> None:
