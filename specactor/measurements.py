@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from specactor.errors import AgreementError
+from specactor.errors import SpecActorError
 from specactor.metrics import SPECULATION
 from specactor.rollout.speculation.counters import Counts
 from specactor.trainer.advantages import informative
@@ -202,13 +202,13 @@ def of_time(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[
 
 
 def check_agreement(stats: TrainStats, *, step: int, bound: float, routes_freely: bool) -> None:
-    """Raise AgreementError when log-probabilities of too many tokens differ by more than `bound` between engine and
+    """Raise SpecActorError when log-probabilities of too many tokens differ by more than `bound` between engine and
     trainer. `routes_freely`: rounding may choose other experts."""
     # Where rounding chooses experts, one sampled token of 256,000 was so far apart; wrong weights show in nearly all.
     allowed = 0.01 if routes_freely else 0.0
     if stats.logprob_gap_share <= allowed:  # nan is no agreement either
         return
-    raise AgreementError(
+    raise SpecActorError(
         f"train.max_logprob_gap: at step {step} the engine and the trainer differ by up to {stats.logprob_gap_max:.2e} "
         f"in the log-probabilities of sampled tokens, by more than {bound:.2e} in {stats.logprob_gap_share:.2%} of "
         f"them, more than {allowed:.0%}. In float32 this means wrong weights or a wrong model in one of them; in "
