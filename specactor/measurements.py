@@ -18,11 +18,13 @@ if TYPE_CHECKING:  # these import torch, or start processes
     from specactor.trainer.policy import TrainStats
     from specactor.weights_sync.sender import SyncReport
 
-SOLVED = 0.999  # a response counts as correct from this score on
+
+def is_right(score: float) -> bool:
+    return score >= 0.999  # a verifier's sum of parts may be rounded
 
 
 def accuracy(scores: Sequence[float]) -> float:
-    return fmean(score >= SOLVED for score in scores)
+    return fmean(map(is_right, scores))
 
 
 def of_evaluation(sets: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, float]:
@@ -41,7 +43,7 @@ def of_evaluation(sets: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, float]
 def pass_at(k: int, scores: Sequence[float]) -> float:
     """Return P(one of k responses is right), an unbiased estimate from n (arXiv 2107.03374 eq. 1). Integers are rounded
     once."""
-    wrong, draws = sum(score < SOLVED for score in scores), math.comb(len(scores), k)
+    wrong, draws = sum(not is_right(score) for score in scores), math.comb(len(scores), k)
     return (draws - math.comb(wrong, k)) / draws
 
 

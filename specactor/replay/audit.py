@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # it imports Megatron
 
 UNPICKED = {"float32": 0.0, "bfloat16": 1e-4}  # share of tokens that their noise may not pick, by dtype: kernels differ
 SHARE = 0.005  # of the seconds of steps, for audits; one may take twice what was predicted
-RESPONSES = 64  # looked at together, at most
 CONTEXT = 2**14  # tokens that these have, at most: what is before a part is read again
 
 
@@ -197,7 +196,7 @@ def choose(groups: Sequence[ScoredGroup], tokens: int, *, seed: int, step: int, 
     whole = [t for g in groups for t in g.trajectories if [s.version for s in t.spans] == [version]]
     drawing, context = random.Random(f"audit {seed} {step}"), 0
     parts: list[Part] = []
-    for i, response in enumerate(drawing.sample(whole, min(RESPONSES, len(whole)))):
+    for i, response in enumerate(drawing.sample(whole, min(64, len(whole)))):  # so many are looked at together
         context += len(response.prompt_ids) + len(response.token_ids)
         if context > CONTEXT and parts:
             break
