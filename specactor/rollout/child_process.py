@@ -26,6 +26,7 @@ from specactor.rollout import frames, process_guard, warm_starter
 from specactor.rollout.frames import Failed, ProtocolError
 
 END_TIMEOUT_S = 10.0  # longest wait for each way to end it
+RESTARTS_WITHIN = 100  # steps, or rollouts, in which its owner counts deaths: those of long ago say nothing of it
 _LOG_TAIL_LINES, _LOG_TAIL_BYTES = 20, 2**16
 _MODULE = "specactor.rollout.process_guard"
 Answer = TypeVar("Answer")
@@ -86,7 +87,7 @@ class ChildProcess(Generic[Answer]):
         self._calls: dict[int, Call[Answer]] = {}
         self._unanswered: dict[int, float] = {}  # number of a call -> when it was asked
         self._heard_s = time.monotonic()
-        self._next_number = frames.START
+        self._next_number = 0
         self._dead = threading.Event()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""Frames on the socket between a process and its owner. A call is a question and its answers, which share a number.
-After a `ProtocolError` the process is given up.
+"""Frames on the socket between a process and its owner. A call is a question and its answers, which share a number;
+number 0 says what to start, and its answer how that went. After a `ProtocolError` the process is given up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import msgspec
 from specactor.errors import EngineError
 
 VERSION = 5
-START = 0  # number of the first call: the owner says what to start, and the answer says how that went
 MAX_BYTES = 1 << 30
 _HEADER = struct.Struct("<IB?I")  # bytes of the message, version, whether it is the last of its call, call
 HEADER_BYTES = _HEADER.size

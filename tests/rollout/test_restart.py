@@ -238,7 +238,7 @@ def test_an_engine_refuses_what_will_not_pass_and_dies_of_the_rest(
     spec = EngineSpec(index=0, model_dir="m", dtype="float32", devices=(0,), context_length=8, log_file="l")
     ours, theirs = socket.socketpair()
     with ours:
-        ours.sendall(frames.pack(frames.START, spec))
+        ours.sendall(frames.pack(0, spec))
         with theirs:
             engine_server.run(theirs)
         frame = frames.read(ours, FROM_ENGINE)

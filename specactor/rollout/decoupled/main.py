@@ -264,7 +264,7 @@ def run(owner: socket.socket) -> None:
     frame = frames.read(owner, SPEC)
     if frame is None:
         return
-    _, spec = frame
+    first, spec = frame
 
     def say(call: int, message: FromDrafter) -> None:
         owner.sendall(frames.pack(call, message))
@@ -288,13 +288,13 @@ def run(owner: socket.socket) -> None:
             max_tokens=max_tokens,
             owner_fd=owner.fileno(),
             asleep=spec.engine is not None,
-            on_ready=lambda started: say(frames.START, started),
+            on_ready=lambda started: say(first.call, started),
             on_owner=answer,
         )
     except Exception as error:  # the boundary of the process: the owner reports it, if it still waits
         traceback.print_exc()
         if is_final(error):
-            say(frames.START, Failed(message=f"{type(error).__name__}: {error}"))
+            say(first.call, Failed(message=f"{type(error).__name__}: {error}"))
 
 
 def _answer(loop: DrafterLoop, message: Ask) -> FromDrafter:

@@ -47,7 +47,7 @@ def run(connection: socket.socket) -> None:
             connection.sendall(frames.pack(header.call, Failed(message=f"{type(error).__name__}: {error}")))
         return
     try:
-        backend.loop.run_until_complete(_Server(backend, connection).serve())
+        backend.loop.run_until_complete(_Server(backend, connection).serve(header.call))
     finally:
         backend.shutdown()
 
@@ -78,7 +78,8 @@ class _Server:
         self._rank_calls = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def serve(self) -> None:
+    async def serve(self, start: int) -> None:
+        """Answer the call that started the engine, then all others."""
         reader, self._writer = await asyncio.open_connection(sock=self._connection)
         backend = self._backend
         ready = Ready(
@@ -86,7 +87,7 @@ class _Server:
             max_sequence_tokens=backend.max_sequence_tokens,
             kv_tokens=backend.kv_tokens,
         )
-        await self._send(frames.START, ready)
+        await self._send(start, ready)
         for pid in backend.scheduler_pids:  # SGLang looks at them every second, and heeds what it saw within five
             asyncio.get_running_loop().add_reader(os.pidfd_open(pid), _end_without, pid)
         while True:
