@@ -215,14 +215,14 @@ class ChildProcess(Generic[Answer]):
     def _read(self) -> None:
         with contextlib.suppress(ProtocolError, OSError):  # the two ends are out of step, or the socket was closed
             while (frame := frames.read(self._connection, self._answers)) is not None:
-                header, answer = frame
+                number, last, answer = frame
                 with self._lock:
                     self._heard_s = time.monotonic()
-                    if header.last:
-                        self._unanswered.pop(header.call, None)
+                    if last:
+                        self._unanswered.pop(number, None)
                     else:
                         self.moved_s = self._heard_s
-                    call = self._calls.get(header.call)
+                    call = self._calls.get(number)
                 if call is self._start:
                     self.answer_to_start = answer
                 if call is not None:

@@ -304,16 +304,16 @@ def serve(connection: socket.socket) -> None:
 
     if (first := frames.read(connection, MODULE_PATH)) is None:
         return
-    header, sys.path[:] = first  # as in the owner
-    tell(header.call, Ready())
+    call, _, sys.path[:] = first  # as in the owner
+    tell(call, Ready())
     threads = ThreadPoolExecutor(max_workers=TOGETHER)
     while (frame := frames.read(connection, QUESTIONS)) is not None:
-        header, question = frame
+        call, _, question = frame
         if len(question.jobs) == 1:  # in the main thread, where a verifier may use signals
-            score(header.call, 0, question.jobs[0], question.timeout_s)
+            score(call, 0, question.jobs[0], question.timeout_s)
         else:
             for number, job in enumerate(question.jobs):
-                threads.submit(score, header.call, number, job, question.timeout_s)
+                threads.submit(score, call, number, job, question.timeout_s)
 
 
 def _scored(number: int, job: Job, timeout_s: float) -> Scored:

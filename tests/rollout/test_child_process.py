@@ -53,8 +53,9 @@ class Ends:
     def hears(self) -> tuple[int, str]:
         frame = frames.read(self.process, DECODER)
         assert frame is not None
-        assert isinstance(frame[1], Text)
-        return frame[0].call, frame[1].text
+        call, _, message = frame
+        assert isinstance(message, Text)
+        return call, message.text
 
     def until_answered(self) -> None:
         deadline = time.monotonic() + PATIENCE_S

@@ -244,7 +244,7 @@ def test_an_engine_refuses_what_will_not_pass_and_dies_of_the_rest(
         frame = frames.read(ours, FROM_ENGINE)
     assert (frame is not None) == is_told
     if frame is not None:
-        assert frame[1] == Failed(message=f"{type(error).__name__}: {error}")
+        assert frame[2] == Failed(message=f"{type(error).__name__}: {error}")
 
 
 def test_no_engine_is_started_after_the_end_of_the_run(pauses: list[float]) -> None:

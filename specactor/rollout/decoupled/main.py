@@ -264,7 +264,7 @@ def run(owner: socket.socket) -> None:
     frame = frames.read(owner, SPEC)
     if frame is None:
         return
-    first, spec = frame
+    start, _, spec = frame
 
     def say(call: int, message: FromDrafter) -> None:
         owner.sendall(frames.pack(call, message))
@@ -273,8 +273,8 @@ def run(owner: socket.socket) -> None:
         frame = frames.read(owner, TO_DRAFTER)
         if frame is None:
             return False  # the owner is gone, or wants no more
-        header, message = frame
-        say(header.call, _answer(loop, message))
+        call, _, message = frame
+        say(call, _answer(loop, message))
         return True
 
     try:
@@ -288,13 +288,13 @@ def run(owner: socket.socket) -> None:
             max_tokens=max_tokens,
             owner_fd=owner.fileno(),
             asleep=spec.engine is not None,
-            on_ready=lambda started: say(first.call, started),
+            on_ready=lambda started: say(start, started),
             on_owner=answer,
         )
     except Exception as error:  # the boundary of the process: the owner reports it, if it still waits
         traceback.print_exc()
         if is_final(error):
-            say(first.call, Failed(message=f"{type(error).__name__}: {error}"))
+            say(start, Failed(message=f"{type(error).__name__}: {error}"))
 
 
 def _answer(loop: DrafterLoop, message: Ask) -> FromDrafter:

@@ -37,17 +37,17 @@ def run(connection: socket.socket) -> None:
     frame = frames.read(connection, SPEC)
     if frame is None:
         return
-    header, spec = frame
+    start, _, spec = frame
     try:
         backend = _start(spec)
     except Exception as error:  # the boundary of the process
         traceback.print_exc()
         # What the trainer rank hears of a first start it takes for final; after a death it tries again.
         if is_final(error):
-            connection.sendall(frames.pack(header.call, Failed(message=f"{type(error).__name__}: {error}")))
+            connection.sendall(frames.pack(start, Failed(message=f"{type(error).__name__}: {error}")))
         return
     try:
-        backend.loop.run_until_complete(_Server(backend, connection).serve(header.call))
+        backend.loop.run_until_complete(_Server(backend, connection).serve(start))
     finally:
         backend.shutdown()
 
@@ -92,11 +92,11 @@ class _Server:
             asyncio.get_running_loop().add_reader(os.pidfd_open(pid), _end_without, pid)
         while True:
             try:
-                header = frames.unpack_header(await reader.readexactly(frames.HEADER_BYTES))
-                message = frames.decode(await reader.readexactly(header.length), TO_ENGINE)
+                length, call, _ = frames.unpack_header(await reader.readexactly(frames.HEADER_BYTES))
+                message = frames.decode(await reader.readexactly(length), TO_ENGINE)
             except (asyncio.IncompleteReadError, ConnectionResetError):
                 return  # the trainer rank is gone, or wants no more
-            task = asyncio.create_task(self._answer(header.call, message))
+            task = asyncio.create_task(self._answer(call, message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

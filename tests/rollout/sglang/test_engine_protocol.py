@@ -33,8 +33,8 @@ def through_socket(message: Any, decoder: msgspec.msgpack.Decoder[Any]) -> objec
         ours.sendall(frames.pack(7, message, last=False))
         frame = frames.read(theirs, decoder)
     assert frame is not None
-    assert (frame[0].call, frame[0].last) == (7, False)
-    return frame[1]
+    assert frame[:2] == (7, False)
+    return frame[2]
 
 
 @pytest.mark.parametrize(
