@@ -181,17 +181,6 @@ class Backend:
         """End every request with reason ``abort``."""
         self._engine.tokenizer_manager.abort_request(abort_all=True)
 
-    async def pause(self) -> None:
-        """Stop between two steps; requests keep their state."""
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-        await self._engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
-
-    async def resume(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        await self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput())
-
     async def release_memory(self) -> None:
         """Give all memory back to the device, where the platform can."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput

@@ -141,13 +141,6 @@ class Engine(ChildProcess[FromEngine]):
         """End these requests, where they run."""
         self._do(Command(verb="abort_requests", request_ids=list(request_ids)))
 
-    def pause(self) -> None:
-        """Hold generation between two steps."""
-        self._do(Command(verb="pause"))
-
-    def resume(self) -> None:
-        self._do(Command(verb="resume"))
-
     def speculation_counts(self) -> dict[str, Counts]:
         """Return what speculation did since the last call, per drafter."""
         if self.spec.speculation.mode == "off":

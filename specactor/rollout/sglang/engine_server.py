@@ -133,10 +133,6 @@ class _Server:
                 self._backend.abort_all()
             case "abort_requests":
                 await self._backend.abort(command.request_ids)
-            case "pause":
-                await self._backend.pause()
-            case "resume":
-                await self._backend.resume()
             case "release_memory":
                 await self._backend.release_memory()
             case "resume_weights":

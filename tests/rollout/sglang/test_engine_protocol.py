@@ -42,7 +42,7 @@ def through_socket(message: Any, decoder: msgspec.msgpack.Decoder[Any]) -> objec
     [
         p.Generate(requests=[REQUEST]),
         p.RankCall(name="x", payload=b"\x00\xff", timeout_s=1.5),
-        p.Command(verb="pause"),
+        p.Command(verb="abort"),
         p.Command(verb="abort_requests", request_ids=["a", "b"]),
     ],
 )
