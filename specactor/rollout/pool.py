@@ -122,9 +122,6 @@ class EnginePool(contextlib.AbstractContextManager["EnginePool"]):
     def lost(self) -> tuple[int, ...]:
         return tuple(engine.index for engine in self.engines if not engine.alive)
 
-    def any_lost(self) -> bool:
-        return bool(self.lost())
-
     def restart_lost(self, ended: Collection[int] = ()) -> tuple[int, ...]:
         """Replace dead engines, also those that die while starting, with pauses that double; return their indices.
         Until the next sync they hold their model folder's weights. That a failed sync `ended` some is not counted.

@@ -113,7 +113,7 @@ def test_each_engine_is_tried_until_it_starts(pauses: list[float]) -> None:
     kill_all(pool)
     assert pool.restart_lost() == (0, 1)
     assert pauses == [1.0]
-    assert not pool.any_lost()
+    assert not pool.lost()
 
 
 def test_an_engine_that_cannot_be_made_is_tried_again(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_an_engine_that_cannot_be_made_is_tried_again(pauses: list[float], monke
     monkeypatch.setattr(Scripted, "full", 2)
     assert pool.restart_lost() == (0,)
     assert pauses == [1.0, 2.0]
-    assert not pool.any_lost()
+    assert not pool.lost()
 
 
 def test_an_engine_that_is_first_lost_meanwhile_is_named_too(pauses: list[float]) -> None:
@@ -132,7 +132,7 @@ def test_an_engine_that_is_first_lost_meanwhile_is_named_too(pauses: list[float]
     pool.engines[1].kill()
     Scripted.outcomes[1] = map(lambda started: (first.kill(), started)[1], Scripted.outcomes[1])
     assert pool.restart_lost() == (0, 1)
-    assert not pool.any_lost()
+    assert not pool.lost()
 
 
 def test_it_gives_up_before_other_ranks_do(pauses: list[float]) -> None:
