@@ -86,10 +86,7 @@ def products_of(device: str, dtype: torch.dtype, *, depth: int, columns: int) ->
         for count in (1, 5, products.ROWS // 2):
             bits += int((products.multiply(tile, a[:count], b, dtype) != every[:count]).any(1).sum())
         dense.append(every)
-    experts = [
-        products.multiply_experts(config, a, b)
-        for config in (products.SGLANGS, products.FEW.config(), products.MANY.config())
-    ]
+    experts = [products.multiply_experts(config, a, b) for config in (products.SGLANGS, products.FEW, products.MANY)]
     if device == "cuda":
         for first, *others in (dense, experts):
             bits += sum(int((other != first).any(1).sum()) for other in others)

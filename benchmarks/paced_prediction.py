@@ -19,7 +19,7 @@ from benchmarks.paced_devices import MAX_WINDOW, Setting, requests, script_of
 from benchmarks.plots import number
 from specactor.planning.plans import Candidates, Cluster, DrafterEngine, DrafterOption, VerifierOption
 from specactor.rollout.speculation.costs import CostTable
-from specactor.simulator.decide import Policy
+from specactor.simulator.engine import Policy
 from specactor.simulator.requests import Method, Requests, World
 from specactor.simulator.rollout import simulate
 

@@ -15,7 +15,7 @@ from benchmarks.results import Result, publish
 from specactor.planning.model_shapes import SHAPES
 from specactor.planning.rooflines import device, from_figures
 from specactor.simulator.command import MFU, trained_per_s
-from specactor.simulator.decide import Policy
+from specactor.simulator.engine import Policy
 from specactor.simulator.requests import Lengths, Method, World
 from specactor.simulator.rollout import Job, Run, run
 

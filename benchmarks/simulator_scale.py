@@ -21,7 +21,7 @@ from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import OnlineCosts
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.planner import Owners, of_drafter
-from specactor.simulator.decide import Policy, SimulatedMode
+from specactor.simulator.engine import Policy, SimulatedMode
 from specactor.simulator.requests import Lengths, Method, World, draw
 from specactor.simulator.rollout import simulate
 

@@ -18,8 +18,9 @@ from specactor.parallel.collective import Collective
 from specactor.progress import Progress
 from specactor.replay.audit import Audit
 from specactor.replay.recorder import StepRecorder
+from specactor.rollout.child_process import RESTARTS_WITHIN
 from specactor.rollout.collector import RolloutCollector, RolloutStats
-from specactor.rollout.pool import RESTARTS_WITHIN, EnginePool
+from specactor.rollout.pool import EnginePool
 from specactor.rollout.resume import stale_tokens
 from specactor.trace import Span
 from specactor.trainer.advantages import AdvantageKind, group_advantages

@@ -358,7 +358,7 @@ def _checks(config: Config, shape: ModelShape | None) -> Iterator[tuple[str, Cal
     from specactor.data.dataset import check_source
     from specactor.data.tokenizer import VOCAB_SIZE
     from specactor.rollout.drafter_start import check_in_engines, check_tokenizers
-    from specactor.rollout.sglang.arguments import check_extra_args
+    from specactor.rollout.sglang.engine_protocol import check_extra_args
     from specactor.rollout.speculation.registry import check_drafters
 
     if shape is not None:

@@ -53,9 +53,5 @@ class CopiesDifferError(WeightSyncError):
     """Trainer ranks hold unequal copies: new engines would fail likewise."""
 
 
-class AgreementError(SpecActorError):
-    """Engine and trainer disagree on log-probabilities."""
-
-
 class PeerFailedError(SpecActorError):
     """Another rank failed, and has reported the cause."""

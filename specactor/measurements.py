@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from specactor.errors import AgreementError
+from specactor.errors import SpecActorError
 from specactor.metrics import SPECULATION
 from specactor.rollout.speculation.counters import Counts
 from specactor.trainer.advantages import informative
@@ -18,11 +18,13 @@ if TYPE_CHECKING:  # these import torch, or start processes
     from specactor.trainer.policy import TrainStats
     from specactor.weights_sync.sender import SyncReport
 
-SOLVED = 0.999  # a response counts as correct from this score on
+
+def is_right(score: float) -> bool:
+    return score >= 0.999  # a verifier's sum of parts may be rounded
 
 
 def accuracy(scores: Sequence[float]) -> float:
-    return fmean(score >= SOLVED for score in scores)
+    return fmean(map(is_right, scores))
 
 
 def of_evaluation(sets: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, float]:
@@ -41,7 +43,7 @@ def of_evaluation(sets: Mapping[str, Sequence[ScoredGroup]]) -> dict[str, float]
 def pass_at(k: int, scores: Sequence[float]) -> float:
     """Return P(one of k responses is right), an unbiased estimate from n (arXiv 2107.03374 eq. 1). Integers are rounded
     once."""
-    wrong, draws = sum(score < SOLVED for score in scores), math.comb(len(scores), k)
+    wrong, draws = sum(not is_right(score) for score in scores), math.comb(len(scores), k)
     return (draws - math.comb(wrong, k)) / draws
 
 
@@ -202,13 +204,13 @@ def of_time(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[
 
 
 def check_agreement(stats: TrainStats, *, step: int, bound: float, routes_freely: bool) -> None:
-    """Raise AgreementError when log-probabilities of too many tokens differ by more than `bound` between engine and
+    """Raise SpecActorError when log-probabilities of too many tokens differ by more than `bound` between engine and
     trainer. `routes_freely`: rounding may choose other experts."""
     # Where rounding chooses experts, one sampled token of 256,000 was so far apart; wrong weights show in nearly all.
     allowed = 0.01 if routes_freely else 0.0
     if stats.logprob_gap_share <= allowed:  # nan is no agreement either
         return
-    raise AgreementError(
+    raise SpecActorError(
         f"train.max_logprob_gap: at step {step} the engine and the trainer differ by up to {stats.logprob_gap_max:.2e} "
         f"in the log-probabilities of sampled tokens, by more than {bound:.2e} in {stats.logprob_gap_share:.2%} of "
         f"them, more than {allowed:.0%}. In float32 this means wrong weights or a wrong model in one of them; in "

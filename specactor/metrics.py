@@ -1,7 +1,7 @@
 """Names and units of all metrics, and where they are written.
 
 Invariants: unknown names are refused; ``metrics.jsonl`` after a resume equals that of an undisturbed run; wandb delays
-training by at most `WANDB_INIT_S` and `WANDB_FINISH_S`.
+training by at most `WANDB_INIT_S`, and its end by a minute.
 """
 
 from __future__ import annotations
@@ -169,8 +169,7 @@ TAIL: dict[str, str] = {
 }
 _FAMILIES = {"audit": AUDIT, "drafter": DRAFTER, "tail": TAIL}
 
-WANDB_INIT_S = 30
-WANDB_FINISH_S = 60  # longest waits when a run starts and ends; uploads run in another process in between
+WANDB_INIT_S = 30  # longest wait when a run starts; uploads run in another process
 
 
 class Tracker(AbstractContextManager["Tracker"]):
@@ -230,7 +229,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._to_wandb(lambda run: run.summary.update(dict(values)))
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the files, waiting at most `WANDB_FINISH_S`; harmless twice."""
+        """Close the files, waiting for wandb for a minute at most; harmless twice."""
         self._file.close()
         self._to_wandb(lambda run: run.finish(exit_code=exit_code))
         self._run = None
@@ -331,7 +330,7 @@ def _start_wandb(run_dir: Path, config_json: Mapping[str, Any], tracking: Tracki
         save_code=False,
         x_disable_stats=not gpus(),  # its samples of a CPU take of the cores that compute
         init_timeout=WANDB_INIT_S,
-        finish_timeout=WANDB_FINISH_S,
+        finish_timeout=60,
     )
     for mode in ("online", "offline") if online else ("offline",):
         try:

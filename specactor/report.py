@@ -28,7 +28,6 @@ from specactor.config.train import gap_bound
 from specactor.errors import DataError
 from specactor.metrics import Value, read_metrics
 
-ENDS = 5  # steps that are averaged at each end of the rewards
 START = ("data", "warm-up", "engines")  # phases before the steps, at a start or resume
 # Phases of an RL step in their order, with their colours.
 PHASES = dict(
@@ -180,8 +179,8 @@ def results(run: Run) -> Rows:
     last = max(held_out, default=0)
     rewards, gaps = list(run.finite("reward/mean").values()), run.finite(GAP)
     reward = f"{fmean(rewards):.3f} on average" if rewards else "-"
-    if len(rewards) >= 2 * ENDS:
-        reward = f"{fmean(rewards[:ENDS]):.3f} in the first {ENDS} steps, {fmean(rewards[-ENDS:]):.3f} in the last"
+    if len(rewards) >= 10:
+        reward = f"{fmean(rewards[:5]):.3f} in the first 5 steps, {fmean(rewards[-5:]):.3f} in the last"
     logged, bound = len(run.points(GAP)), run.gap_bound
     holes = f", not finite at {logged - len(gaps)} of {logged} steps" if len(gaps) < logged else ""
     gap = _number(max(gaps.values(), default=math.nan), form=".1e") + holes

@@ -46,8 +46,7 @@ from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.drafter_start import check_in_engines, check_tokenizers, start_drafters
 from specactor.rollout.grading import Grading
 from specactor.rollout.pool import EnginePool
-from specactor.rollout.sglang.arguments import check_extra_args
-from specactor.rollout.sglang.engine_client import EngineSpec
+from specactor.rollout.sglang.engine_protocol import EngineSpec, check_extra_args
 from specactor.rollout.speculation.registry import check_drafters
 from specactor.run_folder import Replay, RunFolder, Status, changed_settings, checkpoint_to_resume
 from specactor.run_owner import RunOwner

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from specactor import measurements
 from specactor.config import TrackingConfig
-from specactor.errors import AgreementError
+from specactor.errors import SpecActorError
 from specactor.metrics import METRICS, TAIL, Tracker
 from specactor.rollout.resume import OpenGroup
 from specactor.rollout.speculation.counters import Counts, added
@@ -298,5 +298,5 @@ def test_nearly_full_marks_count_as_correct_and_parts_do_not() -> None:
 def test_log_probabilities_that_are_apart_are_an_error(share: float, free: bool, agrees: bool) -> None:
     stats = SimpleNamespace(logprob_gap_share=share, logprob_gap_max=0.5)
     said = r"train\.max_logprob_gap: at step 3 .* by up to 5\.00e-01"
-    with nullcontext() if agrees else pytest.raises(AgreementError, match=said):
+    with nullcontext() if agrees else pytest.raises(SpecActorError, match=said):
         measurements.check_agreement(stats, step=3, bound=1e-4, routes_freely=free)  # type: ignore[arg-type]

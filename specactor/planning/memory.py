@@ -28,7 +28,7 @@ PHASES: tuple[Phase, ...] = ("rollout", "train", "sync")
 GRADIENT_BYTES = BYTES["float32"]  # (`trainer.optimizer.wrap`)
 ADAM_BYTES = {"float32": 8, "bfloat16": 4, "host": 8}  # both moments, by train.optimizer_state
 MAIN_WEIGHT_BYTES = BYTES["float32"]  # beside parameters that are not float32 themselves
-DRAFT_BYTES = 12  # of a draft model's weight that learns, and its moments
+DRAFT_BYTES = BYTES["float32"] + ADAM_BYTES["float32"]  # of a draft model's weight that learns, and its moments
 MICRO_BATCH = "draft micro-batch"  # what it takes beyond the policy's
 ESTIMATED = ("activations", "logits", MICRO_BATCH, "overhead")  # no line of code allocates them as they stand here
 

@@ -18,7 +18,7 @@ from specactor.config import Config, RolloutConfig
 from specactor.config.rollout import SAME_BITS, guarantee
 from specactor.cpu.sglang_ops import noise_of as noise_at
 from specactor.data.environment import environment_of
-from specactor.errors import AgreementError
+from specactor.errors import SpecActorError
 from specactor.parallel.collective import Collective
 from specactor.progress import Progress
 from specactor.replay.compare import TIES, Finding, Noise, first_difference
@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # it imports Megatron
 
 UNPICKED = {"float32": 0.0, "bfloat16": 1e-4}  # share of tokens that their noise may not pick, by dtype: kernels differ
 SHARE = 0.005  # of the seconds of steps, for audits; one may take twice what was predicted
-RESPONSES = 64  # looked at together, at most
 CONTEXT = 2**14  # tokens that these have, at most: what is before a part is read again
 
 
@@ -59,7 +58,7 @@ class Audit:
 
     def look(self, step: int, version: int, groups: Sequence[ScoredGroup], *, step_s: float) -> dict[str, float]:
         """Audit a step's responses, of conversations the first turn; return the metrics. Collective. `step_s` is of the
-        step before. Raises AgreementError on all ranks, with rollout.audit stop, for a difference."""
+        step before. Raises SpecActorError on all ranks, with rollout.audit stop, for a difference."""
         rollout = self.config.rollout
         if rollout.audit == "off" or not (self._has_same_bits or noise_of(rollout)):  # ties would look like faults
             return {}
@@ -90,7 +89,7 @@ class Audit:
         return response.first_turn_len if is_agents else len(response.token_ids)
 
     def of_training(self, step: int, stats: TrainStats) -> dict[str, float]:
-        """Return the metrics of the trainer's check. Raises AgreementError, with rollout.audit stop, for other
+        """Return the metrics of the trainer's check. Raises SpecActorError, with rollout.audit stop, for other
         tokens."""
         if not self._may_score:
             return {}
@@ -188,7 +187,7 @@ class Audit:
         run = f"{self.config.output_dir}/{self.config.name}"
         message = f"audit: {what}. specactor replay {run} --step {step} runs the step again"
         if self.config.rollout.audit == "stop":
-            raise AgreementError(f"rollout.audit: {message}. --rollout.audit warn goes on after it.")
+            raise SpecActorError(f"rollout.audit: {message}. --rollout.audit warn goes on after it.")
         self.progress.note(message)
 
 
@@ -197,7 +196,7 @@ def choose(groups: Sequence[ScoredGroup], tokens: int, *, seed: int, step: int, 
     whole = [t for g in groups for t in g.trajectories if [s.version for s in t.spans] == [version]]
     drawing, context = random.Random(f"audit {seed} {step}"), 0
     parts: list[Part] = []
-    for i, response in enumerate(drawing.sample(whole, min(RESPONSES, len(whole)))):
+    for i, response in enumerate(drawing.sample(whole, min(64, len(whole)))):  # so many are looked at together
         context += len(response.prompt_ids) + len(response.token_ids)
         if context > CONTEXT and parts:
             break

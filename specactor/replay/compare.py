@@ -24,7 +24,6 @@ OTHER_LAYOUT = "another layout of ranks: gradients are summed in another order, 
 ROUNDED, ROUNDING = ("loss", "grad_norm", "entropy"), 1e-3
 """Metrics that two layouts of ranks give nearly alike, and the share by which they may differ."""
 AUDITED = ("scored", "unpicked")  # metrics of training that say nothing where rollout.audit is off
-MOST = 0.5  # share of a step's samples that a cause which holds for every token changes at least
 NO_MATTER = (
     *("name", "output_dir", "resume", "checkpoint", "eval.every", "tracking", "parallel.engines"),
     *("parallel.drafters", "parallel.drafter_hosts"),
@@ -181,7 +180,7 @@ def _of_engines(
     told += f"; with the noise of seed {x.seed} token {tokens[0]} scores {gap:+.4f} against token {tokens[1]}"
     # A response's first token comes from its prefill: no verification has part in it.
     at_once = any(start == 0 for _, _, start in kept)
-    cause = _sampler_cause(a, b, gap, is_usual=len(differing) >= MOST * total, at_once=at_once)
+    cause = _sampler_cause(a, b, gap, is_usual=_are_most(differing, total), at_once=at_once)
     return _of((x, y), cause, *evidence, told, token=at)
 
 
@@ -207,7 +206,12 @@ def _engine_cause(a: StepRecord, b: StepRecord, differing: Pairs, total: int) ->
         engines = {x.group % a.engines for x, _ in differing}  # but for groups that moved to another
         if len(engines) == 1:
             return f"weights or arithmetic of engine {engines.pop()}"
-    return "weights or arithmetic of engines" if len(differing) >= MOST * total else SOME
+    return "weights or arithmetic of engines" if _are_most(differing, total) else SOME
+
+
+def _are_most(differing: Pairs, total: int) -> bool:
+    """Return whether so many samples differ as where a cause holds for every token: half of them at least."""
+    return 2 * len(differing) >= total
 
 
 def _first_token(x: SampleRecord, y: SampleRecord) -> int | None:

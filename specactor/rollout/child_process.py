@@ -26,6 +26,7 @@ from specactor.rollout import frames, process_guard, warm_starter
 from specactor.rollout.frames import Failed, ProtocolError
 
 END_TIMEOUT_S = 10.0  # longest wait for each way to end it
+RESTARTS_WITHIN = 100  # steps, or rollouts, in which its owner counts deaths: those of long ago say nothing of it
 _LOG_TAIL_LINES, _LOG_TAIL_BYTES = 20, 2**16
 _MODULE = "specactor.rollout.process_guard"
 Answer = TypeVar("Answer")
@@ -68,7 +69,7 @@ class ChildProcess(Generic[Answer]):
     def __init__(
         self,
         run: str,
-        start: msgspec.Struct,
+        start: object,
         *,
         name: str,
         answers: msgspec.msgpack.Decoder[Answer],
@@ -76,8 +77,8 @@ class ChildProcess(Generic[Answer]):
         log_file: str,
     ) -> None:
         """Start it, or have the warm starter fork it, without waiting. `run` is ``package.module:function``, which gets
-        the child's end of the socket, and `start` the first message. `answers` decodes all answers, `Failed` among
-        them."""
+        the child's end of the socket, and `start` the first message, which says what to start. `answers` decodes all
+        answers, `Failed` among them."""
         self.name, self.log_file = name, log_file
         self.moved_s = 0.0  # when it last gave an answer that was not the last of its call
         self.answer_to_start: Answer | None = None  # once it is there; `wait_ready` returns it
@@ -86,7 +87,7 @@ class ChildProcess(Generic[Answer]):
         self._calls: dict[int, Call[Answer]] = {}
         self._unanswered: dict[int, float] = {}  # number of a call -> when it was asked
         self._heard_s = time.monotonic()
-        self._next_number = frames.START
+        self._next_number = 0
         self._dead = threading.Event()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +133,7 @@ class ChildProcess(Generic[Answer]):
         self.kill()
         raise kind(self.with_log(reason))
 
-    def call(self, message: msgspec.Struct) -> Call[Answer]:
+    def call(self, message: object) -> Call[Answer]:
         """Ask without waiting; a dead child has answered that it died."""
         with self._lock:
             number = self._next_number
@@ -145,7 +146,7 @@ class ChildProcess(Generic[Answer]):
             call.inbox.put(None)
         return call
 
-    def ask(self, message: msgspec.Struct, timeout_s: float) -> Answer:
+    def ask(self, message: object, timeout_s: float) -> Answer:
         """Ask, and return the one answer. Raises TimeoutError, and ChildDied."""
         with self.call(message) as call:
             return call.next(timeout_s)
@@ -214,14 +215,14 @@ class ChildProcess(Generic[Answer]):
     def _read(self) -> None:
         with contextlib.suppress(ProtocolError, OSError):  # the two ends are out of step, or the socket was closed
             while (frame := frames.read(self._connection, self._answers)) is not None:
-                header, answer = frame
+                number, last, answer = frame
                 with self._lock:
                     self._heard_s = time.monotonic()
-                    if header.last:
-                        self._unanswered.pop(header.call, None)
+                    if last:
+                        self._unanswered.pop(number, None)
                     else:
                         self.moved_s = self._heard_s
-                    call = self._calls.get(header.call)
+                    call = self._calls.get(number)
                 if call is self._start:
                     self.answer_to_start = answer
                 if call is not None:

@@ -375,7 +375,7 @@ class RolloutCollector:
             if refill is not None:
                 refill.leave()
             raise
-        if refill is not None and self.pool.any_lost():
+        if refill is not None and self.pool.lost():
             refill.leave()
         return outcome
 

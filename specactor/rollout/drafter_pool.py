@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from specactor.errors import EngineError
-from specactor.rollout.child_process import StartRefusedError
+from specactor.rollout.child_process import RESTARTS_WITHIN, StartRefusedError
 from specactor.rollout.decoupled.spec import DrafterSpec, Work
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.speculation.costs import METHOD
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.2
 PAUSE_S = 0.5
-DEATHS_WITHIN = 100  # rollouts in which deaths are counted: those of long ago say nothing of a drafter
-SLEEP_TIMEOUT_S = 10.0  # longest wait for all that were woken to sleep, after a batch; others are ended
+WAIT_S = 10.0  # longest wait for all to sleep, after a batch (others are ended), or to take new weights
 ANSWER_S = 1.0  # of that, what each may take to say that it sleeps, also after others were waited for
-PUSH_LIMIT_S = 10.0  # longest wait for all to take new weights: one that hangs holds the run no longer
 # answers wait for a batch: seconds where many prompts are read; the first batch may also build kernels
 SILENT_LIMIT_S = 60.0
 
@@ -46,7 +44,7 @@ class DrafterPool(contextlib.AbstractContextManager["DrafterPool"]):
         self._watcher: threading.Thread | None = None
         self.restarts = 0
         self._rollouts = 0
-        self._died: list[list[int]] = [[] for _ in specs]  # in which of the last `DEATHS_WITHIN` rollouts
+        self._died: list[list[int]] = [[] for _ in specs]  # in which of the last `RESTARTS_WITHIN` rollouts
         self._late = [0] * len(specs)  # ends of rollouts in a row that found it late, and ended it
         self._gone_s: list[float | None] = [None] * len(specs)  # when one that is to be restarted died or was ended
         self._free: set[int] = set()  # engines that have nothing to do, in a rollout
@@ -104,18 +102,18 @@ class DrafterPool(contextlib.AbstractContextManager["DrafterPool"]):
             return any(drafter.wants(version) for drafter in self._learning())
 
     def renew(self, weights: DraftWeights) -> tuple[list[str], float]:
-        """Bring new weights to all with older ones at once, in at most `PUSH_LIMIT_S`; return the reasons of those
+        """Bring new weights to all with older ones at once, in at most `WAIT_S`; return the reasons of those
         without them, and the seconds taken."""
         began_s = time.monotonic()
 
         def bring(drafter: DrafterProcess) -> tuple[str, float]:
-            return drafter.renew(weights, timeout_s=PUSH_LIMIT_S), time.monotonic() - began_s
+            return drafter.renew(weights, timeout_s=WAIT_S), time.monotonic() - began_s
 
         with self._lock:
             wanting = [drafter for drafter in self._learning() if drafter.wants(weights.draft_version)]
             with ThreadPoolExecutor(max_workers=max(1, len(wanting))) as threads:
                 said = list(threads.map(bring, wanting))
-        answered_s = max((spent_s for _, spent_s in said if spent_s < PUSH_LIMIT_S), default=0.0)
+        answered_s = max((spent_s for _, spent_s in said if spent_s < WAIT_S), default=0.0)
         return [problem for problem, _ in said if problem], answered_s
 
     def oldest_version(self) -> int | None:
@@ -172,7 +170,7 @@ class DrafterPool(contextlib.AbstractContextManager["DrafterPool"]):
     def _settle(self) -> None:
         """Let all sleep; end late or, on GPUs, starting ones."""
         with self._replacing, self._lock:
-            deadline = time.monotonic() + SLEEP_TIMEOUT_S
+            deadline = time.monotonic() + WAIT_S
             self._rollouts += 1
             self._free.clear()
             lent = [i for i, drafter in enumerate(self.drafters) if drafter.spec.engine is not None and drafter.alive]
@@ -239,12 +237,12 @@ class DrafterPool(contextlib.AbstractContextManager["DrafterPool"]):
             drafter.kill()
         if (gone_s := self._gone_s[index]) is None:
             self._gone_s[index] = gone_s = now_s
-            recent = [rollout for rollout in self._died[index] if rollout > self._rollouts - DEATHS_WITHIN]
+            recent = [rollout for rollout in self._died[index] if rollout > self._rollouts - RESTARTS_WITHIN]
             self._died[index] = [*recent, self._rollouts]
             drafter.kill()
             _LOG.warning(
                 "drafter %d died; %d of %d restarts in %d rollouts were used. The end of its log, %s:\n%s",
-                *(spec.index, len(recent), spec.max_restarts, DEATHS_WITHIN, spec.log_file, drafter.log_tail()),
+                *(spec.index, len(recent), spec.max_restarts, RESTARTS_WITHIN, spec.log_file, drafter.log_tail()),
             )
         with self._lock:
             if spec.engine is not None and spec.engine not in self._free:

@@ -10,8 +10,9 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, cycle, islice
 from pathlib import Path
 
@@ -336,31 +337,18 @@ def _endpoints(
     seen = collective.gather(meeting.towards(head), str)
     there = [address for view, address in zip(views, seen, strict=True) if address and view != views[collective.rank]]
     address = collective.together("drafter address", lambda: meeting.own_address([head, *there]) if starts else "")
-    return stack.enter_context(closing(Ports(address))).take
+    return partial(kept_endpoint, address, stack)
 
 
-class Ports:
-    """TCP ports that are kept until `close`, also while a process restarts."""
-
-    # a port is kept by a socket that is bound to it and never listens: Linux gives it to nobody who asks for any port,
+def kept_endpoint(address: str, stack: ExitStack) -> str:
+    """Return a free TCP endpoint, whose port is kept until the stack ends, also while a process restarts. Raises
+    OSError for another host's address."""
+    # A port is kept by a socket that is bound to it and never listens: Linux gives it to nobody who asks for any port,
     # and lets one who asks for this very port listen there, as ZeroMQ does (both with SO_REUSEADDR). While nobody
     # listens, who connects is refused at once.
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._kept: list[socket.socket] = []
-
-    def take(self) -> str:
-        """Return a free endpoint. Raises OSError for another host's address."""
-        is_v6 = ":" in self._address
-        keeper = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
-        self._kept.append(keeper)
-        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        keeper.bind((self._address, 0))
-        host = f"[{self._address}]" if is_v6 else self._address
-        return f"tcp://{host}:{keeper.getsockname()[1]}"
-
-    def close(self) -> None:
-        for keeper in self._kept:
-            keeper.close()
-        self._kept.clear()
+    is_v6 = ":" in address
+    keeper = stack.enter_context(socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET))
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    keeper.bind((address, 0))
+    host = f"[{address}]" if is_v6 else address
+    return f"tcp://{host}:{keeper.getsockname()[1]}"

@@ -3,7 +3,8 @@
 Threads call engines and queue events; the thread of `run` does all else.
 
 Invariants: a request runs on one engine; it is delivered once, lost with its engine, or stopped; no call outlives
-`run`.
+`run`. Of the drafters on idle engines' devices at most one is awake; it leaves before its engine gets requests; no
+token changes; who lends or takes back waits for no process.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import contextlib
 import queue
 import threading
 import time
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 
 from specactor.errors import DataError, EngineError
 from specactor.rollout import resume
@@ -24,13 +27,16 @@ from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.refill import Refill
 from specactor.rollout.session import TURN
 from specactor.rollout.sglang.engine_client import Engine
-from specactor.rollout.tail import BorrowedDevices
+from specactor.rollout.speculation.drafter_set import ABSENT
 from specactor.rollout.waiting import Waiting
 from specactor.types import RolloutRequest, Trajectory
 
 REPORT_TOKENS = 64  # an engine reports a running request every so many tokens
 
 POLL_S = 0.02  # between two looks at what other ranks have told
+ASK_EVERY_S = 0.1  # between two looks whether to wake a drafter: events come by the hundred per second
+NOTICE_ROUNDS = 2.0**ABSENT  # until an engine that found no drafter looks for one again
+Running = Iterable[tuple[int, int]]  # tokens emitted, and at most, of each running request
 
 
 class Driver:
@@ -364,3 +370,62 @@ class Driver:
         for engine in self._engines:
             with contextlib.suppress(ChildDied):
                 action(engine)
+
+
+class BorrowedDevices:
+    """The devices of idle engines in one rollout, on which drafters sleep (Algorithm 3 of 2511.16193). Engines are
+    positions."""
+
+    def __init__(
+        self, engines: Sequence[Engine], drafters: DrafterPool, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.num_woken = 0
+        self._engines, self._drafters, self._clock = engines, drafters, clock
+        self._began_s, self._asked_s = clock(), -float("inf")
+        self._dry: set[int] = set()  # engines of which the drafters know that they have nothing to do
+
+    def give_back(self, engine: int) -> None:
+        """Call it before the engine gets requests."""
+        if engine in self._dry:
+            self._dry.discard(engine)
+            self._drafters.sleep(self._engines[engine].index)
+
+    def lend(self, dry: Collection[int], running: Callable[[], Running], finished: Iterable[int], rounds: int) -> None:
+        """Wake the drafter that is awake soonest, if that is worth it. `finished` are lengths in tokens, `rounds` those
+        of this rollout so far."""
+        if not self._drafters.can_lend:
+            return
+        for engine in set(dry) - self._dry:
+            self._dry.add(engine)
+            self._drafters.free(self._engines[engine].index)
+        now_s = self._clock()
+        # One that is awake drafts for all, also for a dead engine's successor.
+        if now_s - self._asked_s < ASK_EVERY_S or self._drafters.any_awake() or not rounds:
+            return
+        self._asked_s = now_s
+        wakes = [(self._drafters.wake_s(self._engines[engine].index), engine) for engine in dry]
+        soonest_s, engine = min(((s, engine) for s, engine in wakes if s is not None), default=(None, -1))
+        if soonest_s is None:
+            return
+        rounds_per_s = rounds / max(now_s - self._began_s, 1e-6)
+        if is_worth_waking(soonest_s * rounds_per_s + NOTICE_ROUNDS, running(), finished):
+            self._drafters.wake(self._engines[engine].index)
+            self.num_woken += 1
+
+
+def is_worth_waking(waking_rounds: float, running: Running, finished: Iterable[int]) -> bool:
+    """Return whether a request is expected to go on for twice as long as waking takes. PURE. `finished` are lengths in
+    tokens."""
+    # Whether drafts then pay is decided by the engines that verify them: the device has nothing else to do.
+    lengths = sorted(finished)
+    sums = [*accumulate(lengths, initial=0)]
+    return any(expected_left(lengths, sums, emitted, limit) > 2 * waking_rounds for emitted, limit in running)
+
+
+def expected_left(lengths: Sequence[int], sums: Sequence[int], emitted: int, limit: int) -> float:
+    """Return the tokens left if a response goes on as longer ones did, from 1 to the limit. `lengths` rise; `sums` are
+    of the first none, one, two, .. of them."""
+    shorter = bisect_right(lengths, emitted)
+    longer = len(lengths) - shorter
+    mean = (sums[-1] - sums[shorter]) / longer if longer else float(limit)
+    return max(1.0, min(mean, limit) - emitted)

@@ -1,20 +1,18 @@
-"""Frames on the socket between a process and its owner. A call is a question and its answers, which share a number.
-After a `ProtocolError` the process is given up.
+"""Frames on the socket between a process and its owner. A call is a question and its answers, which share a number;
+number 0 says what to start, and its answer how that went. After a `ProtocolError` the process is given up.
 """
 
 from __future__ import annotations
 
 import socket
 import struct
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
 from specactor.errors import EngineError
 
-VERSION = 4
-START = 0  # number of the first call: the owner says what to start, and the answer says how that went
+VERSION = 5
 MAX_BYTES = 1 << 30
 _HEADER = struct.Struct("<IB?I")  # bytes of the message, version, whether it is the last of its call, call
 HEADER_BYTES = _HEADER.size
@@ -38,14 +36,7 @@ def is_final(error: Exception) -> bool:
     return not may_pass or isinstance(error, NotImplementedError | RecursionError)
 
 
-@dataclass(frozen=True)
-class Header:
-    length: int
-    call: int
-    last: bool
-
-
-def pack(call: int, message: msgspec.Struct, *, last: bool = True) -> bytes:
+def pack(call: int, message: object, *, last: bool = True) -> bytes:
     """Return one frame. Raises ProtocolError for a message that is too long."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_BYTES:
@@ -53,14 +44,15 @@ def pack(call: int, message: msgspec.Struct, *, last: bool = True) -> bytes:
     return _HEADER.pack(len(body), VERSION, last, call) + body
 
 
-def unpack_header(data: bytes) -> Header:
-    """Read the header. Raises ProtocolError for one of another version."""
+def unpack_header(data: bytes) -> tuple[int, int, bool]:
+    """Return (bytes of the message, call, whether it is the last of its call). Raises ProtocolError for another
+    version."""
     length, version, last, call = _HEADER.unpack(data)
     if version != VERSION:
         raise ProtocolError(f"frame of protocol version {version}, expected {VERSION}. Both ends must run one version.")
     if not 1 <= length <= MAX_BYTES:
         raise ProtocolError(f"frame of {length} bytes, expected 1..{MAX_BYTES}")
-    return Header(length, call, last)
+    return length, call, last
 
 
 def decode(body: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
@@ -71,16 +63,17 @@ def decode(body: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
         raise ProtocolError(f"undecodable message: {error}") from error
 
 
-def read(connection: socket.socket, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[Header, Message] | None:
-    """Read the next frame; None at the end. Raises ProtocolError for a stream cut within one."""
+def read(connection: socket.socket, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[int, bool, Message] | None:
+    """Return (call, whether it is its last, message) of the next frame; None at the end. Raises ProtocolError for a
+    stream cut within one."""
     data = _read_exactly(connection, HEADER_BYTES)
     if not data:
         return None
-    header = unpack_header(data)
-    body = _read_exactly(connection, header.length)
+    length, call, last = unpack_header(data)
+    body = _read_exactly(connection, length)
     if not body:
         raise ProtocolError("stream ended within a frame, after its header")
-    return header, decode(body, decoder)
+    return call, last, decode(body, decoder)
 
 
 def _read_exactly(connection: socket.socket, count: int) -> bytes:

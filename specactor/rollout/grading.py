@@ -39,21 +39,12 @@ LOG_BYTES = 2**28  # of what verifiers print, which is emptied beyond
 TOGETHER = 64  # asynchronous verifiers that are awaited at a time
 
 
-class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    path: list[str]  # Python's module path, as in the owner
-
-
 class Ready(msgspec.Struct, tag=True, frozen=True):
     pass
 
 
-class Job(msgspec.Struct, frozen=True):
-    response: str
-    problem: Problem
-
-
-class Ask(msgspec.Struct, tag=True, frozen=True):
-    jobs: list[Job]
+class Ask(msgspec.Struct, frozen=True):
+    jobs: list[tuple[str, Problem]]  # responses
     timeout_s: float  # of each; one that is not asynchronous is ended with the process
 
 
@@ -69,14 +60,15 @@ ANSWERS: msgspec.msgpack.Decoder[FromGrader] = msgspec.msgpack.Decoder(FromGrade
 
 @dataclass(kw_only=True)
 class _Asked:
-    job: Job
-    is_async: bool
+    response: str
+    problem: Problem
+    is_async: bool = False
     verdict: Future[Scored] = field(default_factory=Future)
     since_s: float = field(default_factory=time.monotonic)
     alone: bool = False  # others were asked with it when the process ended
 
     def fail(self, kind: str, why: str) -> None:
-        self.verdict.set_result(Scored(job=0, failure=f"{kind}: verifier {self.job.problem.verifier}: {why}"))
+        self.verdict.set_result(Scored(job=0, failure=f"{kind}: verifier {self.problem.verifier}: {why}"))
 
 
 class Grading(contextlib.AbstractContextManager["Grading"]):
@@ -100,14 +92,14 @@ class Grading(contextlib.AbstractContextManager["Grading"]):
 
     def submit(self, response: str, problem: Problem) -> Future[Scored]:
         """Have it scored; the verdict comes from another thread."""
-        asked = _Asked(job=Job(response, problem), is_async=False)
+        asked = _Asked(response=response, problem=problem)
         if problem.verifier in IN_PROCESS:
             asked.verdict.set_result(Scored(job=0, score=get_verifier(problem.verifier)(response, problem)))
             return asked.verdict
         try:
             asked.is_async = is_async(problem.verifier)
-            asked.job = Job(response, replace(problem, metadata=sendable(problem.metadata)))
-            msgspec.msgpack.encode(asked.job)
+            asked.problem = replace(problem, metadata=sendable(problem.metadata))
+            msgspec.msgpack.encode((response, asked.problem))
         except Exception as error:  # a module that no longer imports; metadata of a function's rows
             asked.fail(type(error).__name__, f"problem {problem.index}: it cannot be asked: {error!s:.200}")
             return asked.verdict
@@ -179,11 +171,11 @@ class Grading(contextlib.AbstractContextManager["Grading"]):
             kind = why = ""
             try:
                 child = child or self._started()
-                with child.call(Ask([one.job for one in asked], self._timeout_s)) as call:
+                with child.call(Ask([(one.response, one.problem) for one in asked], self._timeout_s)) as call:
                     deadline = time.monotonic() + self._timeout_s + 1.0  # then its process is ended
                     while left:
                         answer = self._answer(call, deadline)
-                        self._hung[asked[answer.job].job.problem.verifier] = 0
+                        self._hung[asked[answer.job].problem.verifier] = 0
                         left.pop(answer.job).verdict.set_result(answer)
                         self._answered()
                 continue
@@ -208,9 +200,8 @@ class Grading(contextlib.AbstractContextManager["Grading"]):
                 self._changed.notify_all()
                 return
         for one in left:
-            name, problem = one.job.problem.verifier, one.job.problem
-            self._hung[name] += kind == "no answer in time"
-            one.fail(kind, f"problem {problem.index} (answer {problem.answer[:80]!r}): {why}")
+            self._hung[one.problem.verifier] += kind == "no answer in time"
+            one.fail(kind, f"problem {one.problem.index} (answer {one.problem.answer[:80]!r}): {why}")
 
     def _next(self) -> list[_Asked]:
         with self._changed:
@@ -221,7 +212,7 @@ class Grading(contextlib.AbstractContextManager["Grading"]):
                 found: list[_Asked] = []
                 while self._waiting and len(found) < TOGETHER:
                     one = self._waiting[0]
-                    if self._hung[one.job.problem.verifier] >= MAX_HUNG:
+                    if self._hung[one.problem.verifier] >= MAX_HUNG:
                         self._waiting.popleft().fail("no answer in time", f"it hung {MAX_HUNG} times in a row")
                     elif not found or (one.is_async and not one.alone and found[0].is_async):
                         found.append(self._waiting.popleft())
@@ -255,7 +246,7 @@ class Grading(contextlib.AbstractContextManager["Grading"]):
                 raise EngineError("the run has ended")
             child: ChildProcess[FromGrader] = ChildProcess(
                 "specactor.rollout.grading:serve",
-                Start(path=[str(folder) for folder in sys.path]),
+                [str(folder) for folder in sys.path],
                 name="verifiers",
                 answers=ANSWERS,
                 environment=cpu.process_environment(()),
@@ -290,7 +281,8 @@ def _received(code: int, data: memoryview) -> tuple[Any, ...]:
     return tuple(msgspec.msgpack.decode(data, ext_hook=_received))
 
 
-QUESTIONS: msgspec.msgpack.Decoder[Start | Ask] = msgspec.msgpack.Decoder(Start | Ask, ext_hook=_received)
+MODULE_PATH: msgspec.msgpack.Decoder[list[str]] = msgspec.msgpack.Decoder(list[str])  # of the first message
+QUESTIONS: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask, ext_hook=_received)
 
 
 def serve(connection: socket.socket) -> None:
@@ -302,26 +294,27 @@ def serve(connection: socket.socket) -> None:
         with lock:
             connection.sendall(frames.pack(call, answer))
 
-    def score(call: int, number: int, job: Job, timeout_s: float) -> None:
-        tell(call, _scored(number, job, timeout_s))
+    def score(call: int, number: int, response: str, problem: Problem, timeout_s: float) -> None:
+        tell(call, _scored(number, response, problem, timeout_s))
 
+    if (first := frames.read(connection, MODULE_PATH)) is None:
+        return
+    call, _, sys.path[:] = first  # as in the owner
+    tell(call, Ready())
     threads = ThreadPoolExecutor(max_workers=TOGETHER)
     while (frame := frames.read(connection, QUESTIONS)) is not None:
-        header, question = frame
-        if isinstance(question, Start):
-            sys.path[:] = question.path
-            tell(header.call, Ready())
-        elif len(question.jobs) == 1:  # in the main thread, where a verifier may use signals
-            score(header.call, 0, question.jobs[0], question.timeout_s)
+        call, _, question = frame
+        if len(question.jobs) == 1:  # in the main thread, where a verifier may use signals
+            score(call, 0, *question.jobs[0], question.timeout_s)
         else:
             for number, job in enumerate(question.jobs):
-                threads.submit(score, header.call, number, job, question.timeout_s)
+                threads.submit(score, call, number, *job, question.timeout_s)
 
 
-def _scored(number: int, job: Job, timeout_s: float) -> Scored:
+def _scored(number: int, response: str, problem: Problem, timeout_s: float) -> Scored:
     try:
-        verify = get_verifier(job.problem.verifier, timeout_s)
-        return Scored(job=number, score=verify(job.response, job.problem))
+        verify = get_verifier(problem.verifier, timeout_s)
+        return Scored(job=number, score=verify(response, problem))
     except DataError as error:
         kind = type(error.__cause__).__name__ if error.__cause__ else "no finite number"
         return Scored(job=number, failure=f"{kind}: {error}".encode(errors="replace").decode())

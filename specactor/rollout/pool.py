@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
 from specactor.errors import EngineError
-from specactor.rollout.child_process import ChildDied, StartRefusedError
+from specactor.rollout.child_process import RESTARTS_WITHIN, ChildDied, StartRefusedError
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import REPORT_TOKENS, Driver
@@ -26,8 +26,6 @@ from specactor.rollout.speculation.counters import Counts, added
 from specactor.rollout.waiting import Waiting
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
-
-RESTARTS_WITHIN = 100  # steps in which restarts are counted: deaths of long ago say nothing of an engine
 
 _LOG = logging.getLogger(__name__)
 
@@ -123,9 +121,6 @@ class EnginePool(contextlib.AbstractContextManager["EnginePool"]):
 
     def lost(self) -> tuple[int, ...]:
         return tuple(engine.index for engine in self.engines if not engine.alive)
-
-    def any_lost(self) -> bool:
-        return bool(self.lost())
 
     def restart_lost(self, ended: Collection[int] = ()) -> tuple[int, ...]:
         """Replace dead engines, also those that die while starting, with pauses that double; return their indices.

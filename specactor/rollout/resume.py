@@ -219,7 +219,7 @@ def restored(state: object, *, group_size: int) -> list[OpenGroup]:
 
 
 def begun_again(
-    groups: Sequence[OpenGroup], sampling: SamplingParams, *, with_experts: bool = False
+    groups: Sequence[OpenGroup], sampling: SamplingParams, *, with_experts: bool
 ) -> tuple[list[OpenGroup], list[str]]:
     """Return the groups, without what was sampled of those that were begun with other settings, or lack experts that
     are wanted, and these settings."""

@@ -15,7 +15,7 @@ from specactor.planning.command import Inputs, acceptance_at, candidates, parse
 from specactor.planning.memory import named_shape
 from specactor.planning.model_shapes import TransformerShape
 from specactor.planning.rooflines import Device, device
-from specactor.simulator.decide import Policy, SimulatedMode
+from specactor.simulator.engine import Policy, SimulatedMode
 from specactor.simulator.requests import Lengths, Method, World
 from specactor.simulator.rollout import Job, Run, run
 

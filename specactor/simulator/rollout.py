@@ -16,8 +16,7 @@ import numpy as np
 from specactor.planning.plans import Candidates, Cluster, RolloutPlan, VerifierOption
 from specactor.rollout.requests import assign
 from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.simulator.decide import Decider, Policy, placed
-from specactor.simulator.engine import Engine, show
+from specactor.simulator.engine import Decider, Engine, Policy, placed, show
 from specactor.simulator.requests import (
     DECOUPLED,
     Floats,

@@ -22,9 +22,6 @@ from specactor.trainer.advantages import STD_EPS
 LossKind = Literal["ppo_clip", "gspo", "cispo"]
 Aggregation = Literal["sequence_mean", "token_mean", "fixed_length"]
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp, which keeps float32 finite."""
-
 
 def policy_loss_T(
     logprobs_T: Tensor,
@@ -97,7 +94,7 @@ def kl_T(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """Estimate KL(policy || reference) from every sampled token: k3, unbiased and never negative (J. Schulman,
     "Approximating KL Divergence", 2020; arXiv 2402.03300 eq. 4). Its gradient estimates that of KL(reference ||
     policy)."""
-    d_T = (ref_logprobs_T.detach() - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    d_T = _bounded(ref_logprobs_T.detach() - logprobs_T)
     return torch.expm1(d_T) - d_T
 
 
@@ -165,8 +162,12 @@ def value_loss_T(
     return torch.where(clipped_T, held_loss_T, loss_T), clipped_T
 
 
+def _bounded(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-20.0, 20.0)  # of which exp is finite in float32
+
+
 def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return _bounded(log_ratio).exp()
 
 
 def _pessimistic(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:

@@ -133,7 +133,7 @@ class Policy:
         """Return the chunks under the names that mbridge knows."""
         if not (self.local_spec or self.scalar):
             return [unwrap_model(chunk) for chunk in self.chunks]
-        return [_SpecNames(chunk, local_spec=self.local_spec, has_head=not self.scalar) for chunk in self.chunks]
+        return [_shown_to_bridge(chunk, local_spec=self.local_spec, has_head=not self.scalar) for chunk in self.chunks]
 
 
 def build(model_dir: Path, *, dtype: str, train: TrainConfig, scalar: bool = False) -> Policy:
@@ -287,26 +287,17 @@ def _halves_turned(name: str, weight: Tensor) -> Tensor:
     return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1) if name.endswith(".eh_proj.weight") else weight
 
 
-class _SpecNames:
-    """Shows a chunk, without critic's head, under TransformerEngine's names, which mbridge knows."""
+def _shown_to_bridge(chunk: Any, *, local_spec: bool, has_head: bool) -> types.SimpleNamespace:
+    """Show a chunk, without critic's head, under TransformerEngine's names, which mbridge knows."""
+    module = unwrap_model(chunk)
+    experts = {index for index, layer in enumerate(module.decoder.layers) if hasattr(layer.mlp, "router")}
 
-    def __init__(self, chunk: Any, *, local_spec: bool, has_head: bool) -> None:
-        module = unwrap_model(chunk)
-        self.decoder = module.decoder
-        experts = {index for index, layer in enumerate(module.decoder.layers) if hasattr(layer.mlp, "router")}
+    def shown(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        kept = [(name, tensor) for name, tensor in named if has_head or not name.startswith("output_layer.")]
+        return [(_fused_name(name, experts), tensor) for name, tensor in kept] if local_spec else kept
 
-        def shown(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-            kept = [(name, tensor) for name, tensor in named if has_head or not name.startswith("output_layer.")]
-            return [(_fused_name(name, experts), tensor) for name, tensor in kept] if local_spec else kept
-
-        self._state = dict(shown(module.state_dict().items()))
-        self._parameters = shown(module.named_parameters())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._state
-
-    def named_parameters(self) -> list[tuple[str, Tensor]]:
-        return self._parameters
+    state, parameters = dict(shown(module.state_dict().items())), shown(module.named_parameters())
+    return types.SimpleNamespace(decoder=module.decoder, state_dict=lambda: state, named_parameters=lambda: parameters)
 
 
 def _fused_name(name: str, expert_layers: set[int]) -> str:

@@ -19,8 +19,8 @@ START_LIMIT_S = 120.0
 
 def main() -> int:
     train_moe.set_environment()
-    from specactor.rollout import collector, pool, tail
-    from specactor.rollout.tail import BorrowedDevices, Running
+    from specactor.rollout import collector, driver, pool
+    from specactor.rollout.driver import BorrowedDevices, Running
     from specactor.types import RolloutRequest
 
     def to_the_first(requests: Sequence[RolloutRequest], num_engines: int) -> list[list[RolloutRequest]]:
@@ -46,7 +46,7 @@ def main() -> int:
     BorrowedDevices.__init__ = when_all_have_started  # type: ignore[method-assign]
     lend = BorrowedDevices.lend
     BorrowedDevices.lend = at_once  # type: ignore[method-assign]
-    tail.is_worth_waking = lambda *_: True
+    driver.is_worth_waking = lambda *_: True
     pool.assign = to_the_first
     collector.held_back = lambda *_, **__: {}  # while groups wait, no device is lent
     return train_moe.main()

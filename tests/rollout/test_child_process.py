@@ -53,8 +53,9 @@ class Ends:
     def hears(self) -> tuple[int, str]:
         frame = frames.read(self.process, DECODER)
         assert frame is not None
-        assert isinstance(frame[1], Text)
-        return frame[0].call, frame[1].text
+        call, _, message = frame
+        assert isinstance(message, Text)
+        return call, message.text
 
     def until_answered(self) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -75,8 +76,8 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
 
 @pytest.fixture
 def ready(ends: Ends) -> Ends:
-    assert ends.hears() == (frames.START, "start")
-    ends.say(frames.START, "ready")
+    assert ends.hears() == (0, "start")
+    ends.say(0, "ready")
     assert ends.child.wait_ready(PATIENCE_S) == Text("ready")
     return ends
 
@@ -155,7 +156,7 @@ def _ended(ready: Ends, call: child_process.Call[Text | Failed]) -> None:
 
 
 def test_a_start_that_fails_leaves_nothing(ends: Ends) -> None:
-    ends.process.sendall(frames.pack(frames.START, Failed(message="no such weights")))
+    ends.process.sendall(frames.pack(0, Failed(message="no such weights")))
     with pytest.raises(StartRefusedError, match=r"puppet 3 did not start: no such weights\. The end of its log"):
         ends.child.wait_ready(PATIENCE_S)
     assert not ends.child.alive

@@ -20,8 +20,8 @@ from specactor.rollout.decoupled import supervisor
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.driver import BorrowedDevices
 from specactor.rollout.sglang.engine_client import Engine
-from specactor.rollout.tail import BorrowedDevices
 from specactor.weights_sync.draft_push import DraftSender
 from tests.rollout.conftest import Footprint
 from tests.rollout.decoupled.test_supervisor import PATIENCE_S, assert_drafts, child_of, is_listening, make_drafter_spec
@@ -68,7 +68,7 @@ def test_dead_drafters_are_replaced(make_drafter_spec: Callable[..., DrafterSpec
 def test_deaths_of_long_ago_are_forgotten(
     make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafter_pool, "DEATHS_WITHIN", 2)
+    monkeypatch.setattr(drafter_pool, "RESTARTS_WITHIN", 2)
     with DrafterPool([make_drafter_spec(max_restarts=1)]) as pool:
         pool.wait_ready()
         for death in (1, 2, 3):
@@ -191,7 +191,7 @@ def test_one_that_does_not_leave_is_ended_and_comes_back_when_its_engine_is_free
         pool.wait_ready()
         footprint = Footprint.of(pool.drafters[0].pid)
         with monkeypatch.context() as patch, pool.rollout():
-            patch.setattr(drafter_pool, "SLEEP_TIMEOUT_S", 1.0)
+            patch.setattr(drafter_pool, "WAIT_S", 1.0)
             pool.wake(4)
             assert_drafts(pool.drafters[0].spec)
             os.kill(child_of(pool.drafters[0]), signal.SIGSTOP if fate == "hangs" else signal.SIGKILL)
@@ -271,7 +271,7 @@ def settled() -> None:
 def test_one_that_is_late_takes_no_other_with_it(
     make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(drafter_pool, "SLEEP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(drafter_pool, "WAIT_S", 0.5)
     monkeypatch.setattr(drafter_pool, "ANSWER_S", 5.0)
     specs = [lendable(make_drafter_spec), lendable(make_drafter_spec, index=1, log_file=str(tmp_path / "1.log"))]
     with DrafterPool(specs) as pool:
@@ -391,11 +391,11 @@ def test_those_that_hang_hold_a_push_once_and_not_for_long(
         said, answered_s = pool.renew(sender.pack([("norm", torch.full((5,), float(version)))], version=version))
         return said, answered_s, time.monotonic() - began_s
 
-    monkeypatch.setattr(drafter_pool, "PUSH_LIMIT_S", 60.0)
+    monkeypatch.setattr(drafter_pool, "WAIT_S", 60.0)
     with DrafterPool(specs) as pool:
         pool.wait_ready()
         assert push(1)[0] == []  # each imports torch for it
-        monkeypatch.setattr(drafter_pool, "PUSH_LIMIT_S", 5.0)
+        monkeypatch.setattr(drafter_pool, "WAIT_S", 5.0)
         hanging = [child_of(drafter) for drafter in pool.drafters[:2]]
         for pid in hanging:
             os.kill(pid, signal.SIGSTOP)

@@ -99,7 +99,7 @@ def test_deaths_in_mid_generation(pool: EnginePool, engine: Engine) -> None:
         assert 3 <= len(outcome.finished) < len(pending)
         finished += outcome.finished
         pending = outcome.unfinished
-        assert pool.any_lost()
+        assert pool.lost()
         assert pool.generate(pending).unfinished == pending, "nobody is left to generate"
         killed = kill_replacement(pool) if victim is scheduler and by == signal.SIGKILL else None
         assert pool.restart_lost() == (2,)
@@ -143,7 +143,7 @@ def test_a_refused_request_is_an_error_and_hurts_no_engine(engines: tuple[Engine
     pool.engines = list(engines)
     with pytest.raises(EngineError, match="max_new_tokens"):
         pool.generate([*BATCH, request(99, new=1000)])
-    assert not pool.any_lost()
+    assert not pool.lost()
 
 
 def test_a_pool_without_engines_does_nothing() -> None:

@@ -18,7 +18,7 @@ from specactor.rollout.frames import Failed
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.sglang import engine_server
 from specactor.rollout.sglang.engine_client import EngineSpec
-from specactor.rollout.sglang.engine_protocol import FROM_ENGINE, Start
+from specactor.rollout.sglang.engine_protocol import FROM_ENGINE
 
 
 class Scripted:
@@ -113,7 +113,7 @@ def test_each_engine_is_tried_until_it_starts(pauses: list[float]) -> None:
     kill_all(pool)
     assert pool.restart_lost() == (0, 1)
     assert pauses == [1.0]
-    assert not pool.any_lost()
+    assert not pool.lost()
 
 
 def test_an_engine_that_cannot_be_made_is_tried_again(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_an_engine_that_cannot_be_made_is_tried_again(pauses: list[float], monke
     monkeypatch.setattr(Scripted, "full", 2)
     assert pool.restart_lost() == (0,)
     assert pauses == [1.0, 2.0]
-    assert not pool.any_lost()
+    assert not pool.lost()
 
 
 def test_an_engine_that_is_first_lost_meanwhile_is_named_too(pauses: list[float]) -> None:
@@ -132,7 +132,7 @@ def test_an_engine_that_is_first_lost_meanwhile_is_named_too(pauses: list[float]
     pool.engines[1].kill()
     Scripted.outcomes[1] = map(lambda started: (first.kill(), started)[1], Scripted.outcomes[1])
     assert pool.restart_lost() == (0, 1)
-    assert not pool.any_lost()
+    assert not pool.lost()
 
 
 def test_it_gives_up_before_other_ranks_do(pauses: list[float]) -> None:
@@ -238,13 +238,13 @@ def test_an_engine_refuses_what_will_not_pass_and_dies_of_the_rest(
     spec = EngineSpec(index=0, model_dir="m", dtype="float32", devices=(0,), context_length=8, log_file="l")
     ours, theirs = socket.socketpair()
     with ours:
-        ours.sendall(frames.pack(frames.START, Start(spec=spec)))
+        ours.sendall(frames.pack(0, spec))
         with theirs:
             engine_server.run(theirs)
         frame = frames.read(ours, FROM_ENGINE)
     assert (frame is not None) == is_told
     if frame is not None:
-        assert frame[1] == Failed(message=f"{type(error).__name__}: {error}")
+        assert frame[2] == Failed(message=f"{type(error).__name__}: {error}")
 
 
 def test_no_engine_is_started_after_the_end_of_the_run(pauses: list[float]) -> None:

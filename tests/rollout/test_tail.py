@@ -11,10 +11,10 @@ from typing import cast
 
 import pytest
 
-from specactor.rollout import tail
+from specactor.rollout import driver
 from specactor.rollout.drafter_pool import DrafterPool
+from specactor.rollout.driver import NOTICE_ROUNDS, BorrowedDevices, expected_left, is_worth_waking
 from specactor.rollout.sglang.engine_client import Engine
-from specactor.rollout.tail import NOTICE_ROUNDS, BorrowedDevices, expected_left, is_worth_waking
 from tests.rollout.driver_cases import FakeEngine, drive, expected, make_requests
 
 
@@ -90,19 +90,19 @@ def test_waking_drafters_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         assert all(emitted < limit for emitted, limit in running)
         return chance.random() < 0.5
 
-    monkeypatch.setattr(tail, "ASK_EVERY_S", 0.0)
-    monkeypatch.setattr(tail, "is_worth_waking", at_random)
+    monkeypatch.setattr(driver, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(driver, "is_worth_waking", at_random)
     num_woken = 0
     for seed in range(30):
         engines, sleepers = [FakeEngine() for _ in range(3)], FakeSleepers()
         for index, engine in enumerate(engines):
             engine.index = 10 + index  # type: ignore[attr-defined]
         requests = make_requests(seed)
-        driver, _ = drive(engines, requests, drafters=sleepers)
-        assert all(driver.done[r.request_id].token_ids == expected(r) for r in requests)
+        driven, _ = drive(engines, requests, drafters=sleepers)
+        assert all(driven.done[r.request_id].token_ids == expected(r) for r in requests)
         assert {engine for _, engine in sleepers.asked} <= {10, 11, 12}
-        assert driver.num_woken == len(sleepers.asked) <= 1, "one that is awake drafts for all"
-        num_woken += driver.num_woken
+        assert driven.num_woken == len(sleepers.asked) <= 1, "one that is awake drafts for all"
+        num_woken += driven.num_woken
     assert num_woken > 0
 
 
@@ -126,7 +126,7 @@ def test_the_drafter_that_is_awake_soonest(monkeypatch: pytest.MonkeyPatch) -> N
 def test_waking_is_counted_in_rounds_of_this_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of a second, where the longest response got 16 tokens in four seconds."""
     seen: list[float] = []
-    monkeypatch.setattr(tail, "is_worth_waking", lambda rounds, running, finished: seen.append(rounds))
+    monkeypatch.setattr(driver, "is_worth_waking", lambda rounds, running, finished: seen.append(rounds))
     sleepers = FakeSleepers()
     devices = borrowed(sleepers, [2.0, 4.0, 6.0])
     devices.lend([1, 2], long_enough, (), 0)
@@ -139,8 +139,8 @@ def test_waking_is_counted_in_rounds_of_this_rollout(monkeypatch: pytest.MonkeyP
 
 def test_a_prediction_is_not_made_at_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
-    monkeypatch.setattr(tail, "is_worth_waking", lambda rounds, running, finished: asked.append(rounds))
-    devices = borrowed(FakeSleepers(), [1.0 + i * tail.ASK_EVERY_S / 10 for i in range(200)])
+    monkeypatch.setattr(driver, "is_worth_waking", lambda rounds, running, finished: asked.append(rounds))
+    devices = borrowed(FakeSleepers(), [1.0 + i * driver.ASK_EVERY_S / 10 for i in range(200)])
     for _ in range(200):
         devices.lend([1], long_enough, (), 8)
     assert 10 < len(asked) < 40

@@ -15,9 +15,9 @@ from specactor.rollout import pool
 from specactor.rollout.speculation import estimates, planner, windows
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.windows import OFF
-from specactor.simulator import decide as deciding
+from specactor.simulator import engine as deciding
 from specactor.simulator import rollout
-from specactor.simulator.decide import AHEAD, Decider, Decision, Policy, placed
+from specactor.simulator.engine import AHEAD, Decider, Decision, Policy, placed
 from specactor.simulator.requests import Remote
 from tests.simulator.small import W, candidates, cluster, drafting, requests
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from specactor.errors import PlanError
 from specactor.planning.plans import RolloutPlan
 from specactor.simulator import rollout
-from specactor.simulator.decide import Policy, SimulatedMode, placed
-from specactor.simulator.engine import Engine
+from specactor.simulator.engine import Engine, Policy, SimulatedMode, placed
 from specactor.simulator.requests import Requests
 from specactor.simulator.rollout import Outcome, Rollout, simulate
 from tests.simulator.small import NO_DELAYS, W, candidates, cluster, requests, table, world

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from specactor.rollout.speculation.acceptance import AcceptanceModel
-from specactor.simulator.decide import Decision
-from specactor.simulator.engine import Engine, show
+from specactor.simulator.engine import Decision, Engine, show
 from specactor.simulator.requests import COUPLED, Floats, Ints, Round
 from tests.simulator.small import W, candidates
 from tests.simulator.test_decide import decider

@@ -8,7 +8,7 @@ import pytest
 
 from tests import test_structure
 
-SIMULATOR = [f"simulator.{name}" for name in ("decide", "engine", "requests", "rollout")]
+SIMULATOR = [f"simulator.{name}" for name in ("engine", "requests", "rollout")]
 GLOBAL_RANDOMNESS = re.compile(r"np\.random\.(?!Generator|default_rng)|^import random|default_rng\(\)", re.MULTILINE)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from specactor.simulator.decide import Policy
+from specactor.simulator.engine import Policy
 from specactor.simulator.requests import Lengths
 from specactor.simulator.rollout import Job, Run, run
 from tests.simulator.small import W, candidates, world

@@ -78,7 +78,7 @@ def main() -> None:
         weights[-1] ^= bench.collective.rank << 22
         found |= bench.sync(shards, sender)
         found["started"] = sum(bench.collective.gather(sum(map(len, bench.pool._restarts.values())), int))
-        found["lost"] = sum(bench.collective.gather(bench.pool.any_lost(), bool))
+        found["lost"] = sum(bench.collective.gather(bool(bench.pool.lost()), bool))
         weights[-1] ^= bench.collective.rank << 22
         bench.collective.together("restart", bench.pool.restart_lost)
         found["again"] = [bench.push(shards, sender=sender).get("num_rounds") for _ in range(2)]

@@ -241,7 +241,7 @@ class Bench:
             if name == "killed" and not killed:
                 continue
             result = act()
-            lost = self.collective.any(self.pool.any_lost())
+            lost = self.collective.any(bool(self.pool.lost()))
             self.collective.together("restart", self.pool.restart_lost)
             again = self.push(shards)
             results[name] = result | {"lost": lost, "again": "error" not in again and self.answers() == before}
@@ -259,7 +259,7 @@ class Bench:
             assert plan is not None, first
             with fault(plan):
                 result = self.push(shards, sender=sender)
-            lost = self.collective.any(self.pool.any_lost())
+            lost = self.collective.any(bool(self.pool.lost()))
             self.collective.together("restart", self.pool.restart_lost)
             again = [self.push(shards, sender=sender).get("num_rounds") for _ in range(2)]
             same = self.answers() == before
@@ -300,7 +300,7 @@ class Bench:
             result = self.push(apart, sender=sender)
             Collective.pass_bytes = original  # type: ignore[method-assign]
             torch._foreach_div_([p.data for p in parameters], 1.5)
-            lost = self.collective.any(self.pool.any_lost())
+            lost = self.collective.any(bool(self.pool.lost()))
             self.collective.together("restart", self.pool.restart_lost)
             again = [self.push(apart, sender=sender).get("num_rounds") for _ in range(2)]
             wrong = self.compare("EP2")

@@ -26,9 +26,9 @@ import msgspec
 from specactor.rollout import frames
 from specactor.rollout.decoupled.drafter_side import Continuer, MirroredRequests
 from specactor.rollout.decoupled.protocol import Drops
-from specactor.rollout.decoupled.spec import TO_DRAFTER, Ask, DrafterSpec, FromDrafter, Start, State, ToDrafter, Work
+from specactor.rollout.decoupled.spec import SPEC, TO_DRAFTER, Ask, DrafterSpec, FromDrafter, State, Work
 from specactor.rollout.decoupled.transport import Hub, Keys, new_session
-from specactor.rollout.frames import Failed, ProtocolError, is_final
+from specactor.rollout.frames import Failed, is_final
 from specactor.rollout.speculation.costs import Point
 from specactor.trace import Recorder
 
@@ -261,12 +261,10 @@ def _termination() -> Iterator[int]:
 
 
 def run(owner: socket.socket) -> None:
-    frame = frames.read(owner, TO_DRAFTER)
+    frame = frames.read(owner, SPEC)
     if frame is None:
         return
-    start = frame[1]
-    if not isinstance(start, Start):
-        raise ProtocolError(f"first message {type(start).__name__}, expected Start")
+    start, _, spec = frame
 
     def say(call: int, message: FromDrafter) -> None:
         owner.sendall(frames.pack(call, message))
@@ -275,44 +273,42 @@ def run(owner: socket.socket) -> None:
         frame = frames.read(owner, TO_DRAFTER)
         if frame is None:
             return False  # the owner is gone, or wants no more
-        header, message = frame
-        say(header.call, _answer(loop, message))
+        call, _, message = frame
+        say(call, _answer(loop, message))
         return True
 
     try:
-        if start.spec.core is not None:
-            os.sched_setaffinity(0, {start.spec.core})
-        continuer, max_tokens = _continuer(start.spec)
+        if spec.core is not None:
+            os.sched_setaffinity(0, {spec.core})
+        continuer, max_tokens = _continuer(spec)
         serve(
             continuer,
-            endpoint=start.spec.endpoint,
-            keys=start.spec.keys,
+            endpoint=spec.endpoint,
+            keys=spec.keys,
             max_tokens=max_tokens,
             owner_fd=owner.fileno(),
-            asleep=start.spec.engine is not None,
-            on_ready=lambda started: say(frames.START, started),
+            asleep=spec.engine is not None,
+            on_ready=lambda started: say(start, started),
             on_owner=answer,
         )
     except Exception as error:  # the boundary of the process: the owner reports it, if it still waits
         traceback.print_exc()
         if is_final(error):
-            say(frames.START, Failed(message=f"{type(error).__name__}: {error}"))
+            say(start, Failed(message=f"{type(error).__name__}: {error}"))
 
 
-def _answer(loop: DrafterLoop, message: ToDrafter) -> FromDrafter:
-    match message:
-        case Ask(verb="work"):
+def _answer(loop: DrafterLoop, message: Ask) -> FromDrafter:
+    match message.verb:
+        case "work":
             return loop.work(trace=message.trace)
-        case Ask(verb="sleep"):
+        case "sleep":
             return loop.sleep()
-        case Ask(verb="wake"):
+        case "wake":
             return loop.wake()
-        case Ask(verb="renew"):
+        case "renew":
             return loop.renew(message.weights)
-        case Ask():
+        case "alive":
             return loop.state()
-        case Start():
-            raise ProtocolError("a second Start")
 
 
 def _continuer(spec: DrafterSpec) -> tuple[Continuer, int]:

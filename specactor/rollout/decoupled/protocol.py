@@ -227,9 +227,7 @@ class Numbering:
         self.session = session
         self._number = 0
 
-    def frames(
-        self, records: Sequence[ToDrafter] | Sequence[ToEngine], drops: Drops, *, receiver: int = 0
-    ) -> list[bytes]:
+    def frames(self, records: Sequence[ToDrafter] | Sequence[ToEngine], drops: Drops, *, receiver: int) -> list[bytes]:
         """Pack the records in few frames, without those too large for any. `receiver`: its session; 0: unknown."""
         if not records:
             return []

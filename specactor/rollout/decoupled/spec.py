@@ -37,11 +37,7 @@ class DrafterSpec:
     max_restarts: int = 3
 
 
-class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    spec: DrafterSpec
-
-
-class Ask(msgspec.Struct, tag=True, frozen=True):
+class Ask(msgspec.Struct, frozen=True):
     verb: Literal["work", "sleep", "wake", "renew", "alive"]
     """Work: say what you did. Sleep: forget all requests, stop listening, and free the device. Wake: listen at the same
     address, as a new incarnation. Renew: draft with these weights. Alive: say anything, as a sign of life."""
@@ -50,7 +46,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
 
 
 class State(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The answer to `Start`, and to every `Ask` but for work."""
+    """The answer to a `DrafterSpec`, and to every `Ask` but for work."""
 
     endpoint: str = ""  # where it listens; as asked for, but with the number of the port
     version: int = 0  # of the weights that it drafts with
@@ -67,8 +63,8 @@ class Work(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     drops: dict[str, int] = {}  # frames, requests and connections that it dropped or refused, by reason
 
 
-ToDrafter = Start | Ask
 FromDrafter = State | Work | Failed
 
-TO_DRAFTER: msgspec.msgpack.Decoder[ToDrafter] = msgspec.msgpack.Decoder(ToDrafter)
+SPEC: msgspec.msgpack.Decoder[DrafterSpec] = msgspec.msgpack.Decoder(DrafterSpec)  # of the first message
+TO_DRAFTER: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)
 FROM_DRAFTER: msgspec.msgpack.Decoder[FromDrafter] = msgspec.msgpack.Decoder(FromDrafter)

@@ -15,7 +15,7 @@ import msgspec
 
 from specactor.cpu import sglang as cpu
 from specactor.rollout.child_process import ChildDied, ChildProcess
-from specactor.rollout.decoupled.spec import FROM_DRAFTER, Ask, DrafterSpec, FromDrafter, Start, State, ToDrafter, Work
+from specactor.rollout.decoupled.spec import FROM_DRAFTER, Ask, DrafterSpec, FromDrafter, State, Work
 
 if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights
@@ -40,7 +40,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         core = spec.device if not cpu.has_gpu() and spec.device in os.sched_getaffinity(0) else None
         super().__init__(
             "specactor.rollout.decoupled.main:run",
-            Start(spec=replace(spec, core=core)),
+            replace(spec, core=core),
             name=f"drafter {spec.index}",
             answers=FROM_DRAFTER,
             environment=cpu.process_environment((spec.device,)),
@@ -119,7 +119,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         waited = self.unanswered()
         return not waited <= {self._sign} or self.silent_s() > SIGN_EVERY_S
 
-    def _ask(self, question: ToDrafter, kind: type[_Answer], timeout_s: float) -> _Answer | str:
+    def _ask(self, question: Ask, kind: type[_Answer], timeout_s: float) -> _Answer | str:
         if self.started is None:
             return "it has not started"
         if self._is_silent():
@@ -132,6 +132,6 @@ class DrafterProcess(ChildProcess[FromDrafter]):
             return str(error)
         return answer if isinstance(answer, kind) else f"unexpected answer {type(answer).__name__}"
 
-    def _tell(self, question: ToDrafter) -> int:
+    def _tell(self, question: Ask) -> int:
         with self.call(question) as call:
             return call.number

@@ -27,8 +27,6 @@ from specactor.rollout.sglang.gpu import graph_sizes
 from specactor.types import FinishReason, RolloutRequest
 
 _MEMORY = ("weights", "kv_cache", "cuda_graph")  # SGLang's names of the memory that can be released
-_ALL_FREE = 0.99  # of the free memory: more than weights and a pool of a known size take
-PROGRESS_TOKENS = 64  # a running request reports after this many tokens
 
 
 def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool, blackwell: bool = False) -> dict[str, Any]:
@@ -50,7 +48,6 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool, blackwell:
         "enable_deterministic_inference": True,
         "sampling_backend": "pytorch",
         "sleep_on_idle": True,
-        "stream_interval": PROGRESS_TOKENS,
         "incremental_streaming_output": False,
         "log_level": "warning",
         "enable_memory_saver": memory_release,
@@ -73,8 +70,9 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool, blackwell:
         }
         if spec.kv_tokens:
             # SGLang would divide what is free, of which the trainer's parameters, on the devices when an engine is
-            # replaced, have taken a part: the pool would be smaller, or there would be none.
-            arguments |= {"max_total_tokens": spec.kv_tokens, "mem_fraction_static": _ALL_FREE}
+            # replaced, have taken a part: the pool would be smaller, or there would be none. Nearly all of it is more
+            # than weights and a pool of a known size take.
+            arguments |= {"max_total_tokens": spec.kv_tokens, "mem_fraction_static": 0.99}
         if blackwell:
             arguments["attention_backend"] = "triton"  # FlashInfer splits keys otherwise in graphs than without
     else:
@@ -136,7 +134,8 @@ class Backend:
         self._rids |= {request.request_id: rid for request, rid in zip(requests, rids, strict=True)}
         batch = GenerateReqInput(
             input_ids=inputs,
-            sampling_params=[_sampling(request, report_tokens or PROGRESS_TOKENS) for request in requests],
+            # News of every 64 tokens show that there is progress.
+            sampling_params=[_sampling(request, report_tokens or 64) for request in requests],
             rid=rids,
             return_logprob=True,
             logprob_start_len=-1,
@@ -181,17 +180,6 @@ class Backend:
     def abort_all(self) -> None:
         """End every request with reason ``abort``."""
         self._engine.tokenizer_manager.abort_request(abort_all=True)
-
-    async def pause(self) -> None:
-        """Stop between two steps; requests keep their state."""
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-        await self._engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
-
-    async def resume(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        await self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput())
 
     async def release_memory(self) -> None:
         """Give all memory back to the device, where the platform can."""

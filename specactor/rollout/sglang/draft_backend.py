@@ -124,17 +124,19 @@ class DraftBackend(Continuer):
             return None
         if total - length > BLOCK_TOKENS or (reserved := self._slots.reserve((BRANCH, i), 1)) is None:
             return None
-        self._runner.share(row, reserved.row, length=length, block=reserved.new_blocks[0][1])
-        return _text(lane, reserved.row, SequenceCache(cached=length))
+        own, [(_, block)] = reserved
+        self._runner.share(row, own, length=length, block=block)
+        return _text(lane, own, SequenceCache(cached=length))
 
     def _place(self, lane: Lane) -> DraftText | None:
         """Return the text in its page-table row, or None without room."""
         tokens = len(lane.prompt_ids) + len(lane.tokens)
         if tokens > self._runner.context_length or (reserved := self._slots.reserve(lane.key, tokens)) is None:
             return None
-        for index, block in reserved.new_blocks:
-            self._runner.place(reserved.row, index * BLOCK_TOKENS, block)
-        return _text(lane, reserved.row, self._known[lane.key].cache)
+        row, new_blocks = reserved
+        for index, block in new_blocks:
+            self._runner.place(row, index * BLOCK_TOKENS, block)
+        return _text(lane, row, self._known[lane.key].cache)
 
 
 def _text(lane: Lane, row: int, cache: SequenceCache) -> DraftText:

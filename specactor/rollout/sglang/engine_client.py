@@ -30,9 +30,7 @@ from specactor.rollout.sglang.engine_protocol import (
     Generate,
     Progress,
     RankCall,
-    RankReplies,
     Ready,
-    Start,
     ToEngine,
 )
 from specactor.rollout.speculation.counters import Counts
@@ -57,7 +55,7 @@ class Engine(ChildProcess[FromEngine]):
         self.version = 0  # of the weights that the engine holds; trajectories of later calls carry it
         super().__init__(
             run,
-            Start(spec=spec),
+            spec,
             name=f"engine {spec.index}",
             answers=FROM_ENGINE,
             environment=cpu.process_environment(spec.devices) | environment | speculation_calls.start_environment(spec),
@@ -117,7 +115,7 @@ class Engine(ChildProcess[FromEngine]):
         EngineError, the engine being unharmed, when it raised on a rank, and ChildDied when a rank is not back within
         `timeout_s`."""
         message = self._ask(RankCall(name=name, payload=payload, timeout_s=timeout_s), timeout_s)
-        if isinstance(message, RankReplies):
+        if isinstance(message, Done):
             return message.replies
         raise EngineError(f"{self.name}: rank call {name!r}: {_text(message)}")
 
@@ -142,13 +140,6 @@ class Engine(ChildProcess[FromEngine]):
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """End these requests, where they run."""
         self._do(Command(verb="abort_requests", request_ids=list(request_ids)))
-
-    def pause(self) -> None:
-        """Hold generation between two steps."""
-        self._do(Command(verb="pause"))
-
-    def resume(self) -> None:
-        self._do(Command(verb="resume"))
 
     def speculation_counts(self) -> dict[str, Counts]:
         """Return what speculation did since the last call, per drafter."""

@@ -1,16 +1,20 @@
-"""Messages between a trainer rank and an engine's process, its *server*.
+"""What an engine is started with, and messages between a trainer rank and an engine's process, its *server*.
 
 A call is answered by any number of `Finished` and `Progress`, then by one other message.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import msgspec
 
 from specactor.config import EngineConfig, SpeculationConfig
-from specactor.errors import EngineError
+from specactor.errors import ConfigError, EngineError, did_you_mean
 from specactor.parallel.layout import ENGINE_RESERVED_TOKENS
 from specactor.rollout.decoupled.transport import DrafterAccess
 from specactor.rollout.frames import Failed
@@ -42,6 +46,26 @@ class EngineSpec:
                 f"engine {self.index}: got {len(self.devices)} devices, expected {self.tensor_parallel}, "
                 "one per tensor-parallel rank. Fix EngineSpec.devices."
             )
+
+
+@cache
+def known_arguments() -> frozenset[str]:
+    """Return the fields of SGLang's `ServerArgs`; none where it is not installed."""
+    # Read from its files: its import takes seconds, and patches others.
+    spec = find_spec("sglang")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    texts = [file.read_text() for file in (Path(spec.origin).parent / "srt/arg_groups/fields").glob("[!_]*.py")]
+    return frozenset(name for text in texts for name in re.findall(r"^    ([a-z]\w*): ", text, re.MULTILINE))
+
+
+def check_extra_args(engine: EngineConfig) -> None:
+    """Raise ConfigError for a name that SGLang does not know."""
+    known = known_arguments()
+    for name in engine.extra_args:
+        if known and name not in known:
+            hint = did_you_mean(name.replace("-", "_"), sorted(known), "Leave it out.")
+            raise ConfigError.at("rollout.engine.extra_args", name, "an argument of SGLang's ServerArgs", hint)
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -86,9 +110,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The call was carried out."""
 
-
-class RankReplies(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    replies: list[bytes]
+    replies: list[bytes] = []  # to a `RankCall`, one per rank
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -98,12 +120,9 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     kv_tokens: int  # size of the KV pool
 
 
-class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    spec: EngineSpec
+ToEngine = Generate | RankCall | Command
+FromEngine = Ready | Finished | Progress | Done | Failed
 
-
-ToEngine = Start | Generate | RankCall | Command
-FromEngine = Ready | Finished | Progress | Done | RankReplies | Failed
-
+SPEC: msgspec.msgpack.Decoder[EngineSpec] = msgspec.msgpack.Decoder(EngineSpec)  # of the first message
 TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

@@ -17,6 +17,7 @@ from specactor.rollout import frames
 from specactor.rollout.frames import Failed, ProtocolError, is_final
 from specactor.rollout.sglang.backend import Backend
 from specactor.rollout.sglang.engine_protocol import (
+    SPEC,
     TO_ENGINE,
     Command,
     Done,
@@ -26,31 +27,27 @@ from specactor.rollout.sglang.engine_protocol import (
     Generate,
     Progress,
     RankCall,
-    RankReplies,
     Ready,
-    Start,
     ToEngine,
 )
 
 
 def run(connection: socket.socket) -> None:
     """Serve until the end of the stream."""
-    frame = frames.read(connection, TO_ENGINE)
+    frame = frames.read(connection, SPEC)
     if frame is None:
         return
-    header, first = frame
-    if not isinstance(first, Start):
-        raise ProtocolError(f"first message {type(first).__name__}, expected Start")
+    start, _, spec = frame
     try:
-        backend = _start(first.spec)
+        backend = _start(spec)
     except Exception as error:  # the boundary of the process
         traceback.print_exc()
         # What the trainer rank hears of a first start it takes for final; after a death it tries again.
         if is_final(error):
-            connection.sendall(frames.pack(header.call, Failed(message=f"{type(error).__name__}: {error}")))
+            connection.sendall(frames.pack(start, Failed(message=f"{type(error).__name__}: {error}")))
         return
     try:
-        backend.loop.run_until_complete(_Server(backend, connection).serve())
+        backend.loop.run_until_complete(_Server(backend, connection).serve(start))
     finally:
         backend.shutdown()
 
@@ -81,7 +78,8 @@ class _Server:
         self._rank_calls = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def serve(self) -> None:
+    async def serve(self, start: int) -> None:
+        """Answer the call that started the engine, then all others."""
         reader, self._writer = await asyncio.open_connection(sock=self._connection)
         backend = self._backend
         ready = Ready(
@@ -89,16 +87,16 @@ class _Server:
             max_sequence_tokens=backend.max_sequence_tokens,
             kv_tokens=backend.kv_tokens,
         )
-        await self._send(frames.START, ready)
+        await self._send(start, ready)
         for pid in backend.scheduler_pids:  # SGLang looks at them every second, and heeds what it saw within five
             asyncio.get_running_loop().add_reader(os.pidfd_open(pid), _end_without, pid)
         while True:
             try:
-                header = frames.unpack_header(await reader.readexactly(frames.HEADER_BYTES))
-                message = frames.decode(await reader.readexactly(header.length), TO_ENGINE)
+                length, call, _ = frames.unpack_header(await reader.readexactly(frames.HEADER_BYTES))
+                message = frames.decode(await reader.readexactly(length), TO_ENGINE)
             except (asyncio.IncompleteReadError, ConnectionResetError):
                 return  # the trainer rank is gone, or wants no more
-            task = asyncio.create_task(self._answer(header.call, message))
+            task = asyncio.create_task(self._answer(call, message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -124,11 +122,9 @@ class _Server:
                     replies = await loop.run_in_executor(
                         None, self._backend.rank_call, message.name, message.payload, patience
                     )
-                return RankReplies(replies=replies)
+                return Done(replies=replies)
             case Command():
                 await self._command(message)
-            case Start():
-                raise ProtocolError("a second Start")
         return Done()
 
     async def _command(self, command: Command) -> None:
@@ -137,10 +133,6 @@ class _Server:
                 self._backend.abort_all()
             case "abort_requests":
                 await self._backend.abort(command.request_ids)
-            case "pause":
-                await self._backend.pause()
-            case "resume":
-                await self._backend.resume()
             case "release_memory":
                 await self._backend.release_memory()
             case "resume_weights":

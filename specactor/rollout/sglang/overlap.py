@@ -67,7 +67,7 @@ class Loop:
                 scheduler.last_batch = self.step()
 
     def take(self, messages: Sequence[Any]) -> None:
-        if any(map(interrupts, messages)):  # who pushes weights, aborts or pauses finds no round under way
+        if any(map(interrupts, messages)):  # who pushes weights or aborts finds no round under way
             self.finish()
             self._worker.was_interrupted()
         self._take(messages)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,23 +19,18 @@ from torch.cuda import is_current_stream_capturing
 ROWS, DEPTH, COLUMNS = 64, 1024, 256  # of the trial
 
 
-class Tile(NamedTuple):
-    rows: int
-    columns: int
-    depth: int
-    warps: int = 4
-    stages: int = 4
+Tile = dict[str, int]  # in SGLang's words
 
-    def config(self) -> dict[str, int]:
-        """Return it in SGLang's words."""
-        sizes = {"BLOCK_SIZE_M": self.rows, "BLOCK_SIZE_N": self.columns, "BLOCK_SIZE_K": self.depth}
-        return {**sizes, "GROUP_SIZE_M": 8, "num_warps": self.warps, "num_stages": self.stages}
+
+def tile(rows: int, columns: int, depth: int, *, warps: int = 4, stages: int = 4) -> Tile:
+    sizes = {"BLOCK_SIZE_M": rows, "BLOCK_SIZE_N": columns, "BLOCK_SIZE_K": depth}
+    return {**sizes, "GROUP_SIZE_M": 8, "num_warps": warps, "num_stages": stages}
 
 
 # Of eleven and sixteen sizes those that were fast at all shapes of Qwen3-30B-A3B on an H200; by the most rows.
-PRODUCTS = {16: Tile(16, 64, 128), 64: Tile(64, 64, 128), 512: Tile(64, 128, 64)}
-FEW, MANY = Tile(16, 64, 128), Tile(64, 128, 64)
-OF_SGLANG = Tile(128, 128, 64, 8, 3)
+PRODUCTS = {16: tile(16, 64, 128), 64: tile(64, 64, 128), 512: tile(64, 128, 64)}
+FEW, MANY = PRODUCTS[16], PRODUCTS[512]
+OF_SGLANG = tile(128, 128, 64, warps=8, stages=3)
 SGLANGS = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8}
 """SGLang's own for experts: with the number of warps and stages that Triton takes by default."""
 
@@ -61,42 +56,42 @@ def _no_kernel_of_few_rows(original: Callable[..., Any], *args: Any) -> None:
 def _product(
     original: Callable[..., Tensor], a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    tile = next((tile for most, tile in PRODUCTS.items() if len(a) <= most), None)
-    if tile is None or a.dtype != torch.bfloat16 or not _may_choose():
+    chosen = next((own for most, own in PRODUCTS.items() if len(a) <= most), None)
+    if chosen is None or a.dtype != torch.bfloat16 or not _may_choose():
         return original(a, b, out_dtype, bias)
-    return multiply(tile, a, b, out_dtype, bias)
+    return multiply(chosen, a, b, out_dtype, bias)
 
 
-def multiply(tile: Tile, a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def multiply(sizes: Tile, a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Return the product [M, N] by SGLang's kernel."""
     from sglang.srt.batch_invariant_ops.batch_invariant_ops import matmul_kernel_persistent
     from sglang.srt.utils.common import get_device_core_count
 
     (rows, depth), columns = a.shape, b.shape[1]
     out = torch.empty(rows, columns, device=a.device, dtype=out_dtype)
-    tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
+    tiles = -(-rows // sizes["BLOCK_SIZE_M"]) * -(-columns // sizes["BLOCK_SIZE_N"])
     processors = get_device_core_count(a.device.index or 0) or 1
     matmul_kernel_persistent[(min(processors, tiles),)](
         *(a, b, out, bias, rows, columns, depth, *a.stride(), *b.stride(), *out.stride()),
         NUM_SMS=processors,
         **{f"{name}_LARGE": of.numel() > 2**31 for name, of in (("A", a), ("B", b), ("C", out))},
         HAS_BIAS=bias is not None,
-        **tile.config(),
+        **sizes,
     )
     return out
 
 
-def _of_experts(original: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
+def _of_experts(original: Callable[..., Tile], *args: Any) -> Tile:
     own = original(*args)
     rows, experts, _, _, per_row, dtype, *_ = args
     # SGLang names no type for 16 bits, and has the one size in its batch-invariant mode alone
     if dtype is not None or own != SGLANGS or not _may_choose():
         return own
     is_few = rows * per_row <= 4 * experts  # an expert has four rows on average, or fewer
-    return (FEW if is_few else MANY).config()
+    return dict(FEW if is_few else MANY)
 
 
-def multiply_experts(config: dict[str, int], a: Tensor, b: Tensor) -> Tensor:
+def multiply_experts(sizes: Tile, a: Tensor, b: Tensor) -> Tensor:
     """Return the product [M, N] by SGLang's kernel of experts; there is one, and `a` [M, K] is of whole tiles."""
     import triton.language as tl
     from sglang.kernels.ops.moe.fused_moe_triton_kernels import invoke_fused_moe_kernel
@@ -106,7 +101,7 @@ def multiply_experts(config: dict[str, int], a: Tensor, b: Tensor) -> Tensor:
     zeros, weights = torch.zeros_like(numbers), torch.ones(len(a), 1, device=a.device)
     invoke_fused_moe_kernel(
         *(a, b.T.contiguous()[None], None, out, None, None, None, weights, zeros[:, None], numbers, zeros),
-        *(zeros[:1] + len(a), False, 1, config),
+        *(zeros[:1] + len(a), False, 1, sizes),
         compute_type=tl.bfloat16 if a.dtype == torch.bfloat16 else tl.float32,
         **dict.fromkeys(("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16"), False),
         per_channel_quant=False,
@@ -126,8 +121,8 @@ def agree(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> bool:
     random = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(size, generator=random, device=device).to(dtype) for size in ((ROWS, DEPTH), (DEPTH, COLUMNS)))
     try:
-        dense = [multiply(tile, a, b, dtype) for tile in (OF_SGLANG, *PRODUCTS.values())]
-        experts = [multiply_experts(config, a, b) for config in (SGLANGS, FEW.config(), MANY.config())]
+        dense = [multiply(sizes, a, b, dtype) for sizes in (OF_SGLANG, *PRODUCTS.values())]
+        experts = [multiply_experts(sizes, a, b) for sizes in (SGLANGS, FEW, MANY)]
     except Exception as error:  # a GPU with less memory per processor, or another Triton: its errors are many
         logging.getLogger(__name__).warning("Products keep SGLang's tiles: %r", error)
         return False

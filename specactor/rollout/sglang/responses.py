@@ -121,7 +121,7 @@ def finish(original: Callable[..., None], req: Any, new_tokens: int = 1) -> None
         original(req, new_tokens)
 
 
-def finish_token_by_token(original: Callable[..., None], req: Any, new_tokens: int = 1) -> None:
+def finish_token_by_token(original: Callable[..., None], req: Any, new_tokens: int) -> None:
     if not req.sampling_params.stop_strs:
         original(req, new_tokens)
         return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -116,23 +116,19 @@ def serves(logits: Tensor) -> bool:
     return logits.is_cuda
 
 
-class _Known(NamedTuple):
-    kinds: list[Kind]
-    top_ps: Tensor  # it was read of these, too
-
-
 def kinds_of(info: Any) -> list[Kind]:
     """Return how each row is sampled, asking the device once per change of the batch."""
-    known: _Known | None = getattr(info.top_ks, _KINDS, None)
-    if known is None or known.top_ps is not info.top_ps:
+    known: tuple[list[Kind], Tensor | None] = getattr(info.top_ks, _KINDS, ([], None))
+    kinds, top_ps = known
+    if top_ps is not info.top_ps:  # they were read of these, too
         greedy_R, simple_R = torch.stack([info.top_ks <= 1, _unfiltered(info)]).tolist()
         return know_kinds(info, [_kind(*of) for of in zip(greedy_R, simple_R, strict=True)])
-    return known.kinds
+    return kinds
 
 
 def know_kinds(info: Any, kinds: list[Kind]) -> list[Kind]:
     """Spare the device the question: SGLang copies `info` for every round, not its tensors."""
-    setattr(info.top_ks, _KINDS, _Known(kinds, info.top_ps))
+    setattr(info.top_ks, _KINDS, (kinds, info.top_ps))
     return kinds
 
 

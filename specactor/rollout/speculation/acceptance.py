@@ -211,14 +211,14 @@ class AcceptanceModel:
             self._seen[row] = 0.0
             self._free.append(row)
 
-    def new_version(self, weight: float) -> None:
+    def new_version(self, weight: float = 0.5) -> None:
         """Count what was seen with `weight` (0..1): drafter or policy has changed."""
         assert 0 <= weight <= 1, weight  # from nothing known to all as before
         self._sure.scale(weight)
         self._fade(weight)
 
-    def limit(self, trials: float) -> None:
-        """Let what was seen count for at most `trials` per position."""
+    def limit(self, trials: float = 8.0) -> None:
+        """Let what was seen count for at most `trials` per position: a look brings little that is new."""
         # Drafts of one confidence are much alike, whatever the request, so eight times as many are kept.
         most = np.maximum(self._sure.most_trials, 1e-9)  # where nothing was seen, nothing changes
         self._sure.scale(np.minimum(1.0, 8.0 * trials / most))

@@ -15,13 +15,12 @@ from typing import Literal
 
 from specactor.config import SpeculationConfig
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.estimates import NEW_WEIGHTS_WEIGHT, Estimates
+from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.verification import Decision, Drafts, common, existing
 from specactor.rollout.speculation.windows import OFF
 
 FAILURES = 3  # a drafter that raised this often is not asked again
 ABSENT = 5  # while no drafter is there, one is looked for every 2, 4, 8, .. 2**ABSENT rounds
-LOOK_TRIALS = 8.0  # trials that earlier evidence about acceptance is worth when a look brings new
 
 _LOG = logging.getLogger(__name__)
 _Kind = Literal["text", "model"]
@@ -121,7 +120,7 @@ class DrafterSet:
                 there.add(name)
                 version = drafter.version
                 if version > self._versions.setdefault(name, version):
-                    self._acceptance[name].new_version(NEW_WEIGHTS_WEIGHT)
+                    self._acceptance[name].new_version()
                 self._versions[name] = version
             elif drafter.expects:
                 asked.add(name)
@@ -173,7 +172,7 @@ class DrafterSet:
             asked = [min(window, len(tokens)) for window, tokens in zip(windows, since, strict=True)]
             drafts = self.draft(name, sequences, asked)
             model = self._acceptance[name]
-            model.limit(LOOK_TRIALS)  # much of the earlier evidence is of other requests
+            model.limit()  # much of the earlier evidence is of other requests
             agreed = [common(draft, emitted) for draft, emitted in zip(drafts, since, strict=True)]
             ids = [sequence.request_id for sequence in sequences]
             model.observe_all(ids, [*map(len, drafts)], agreed, asked=asked)

@@ -16,8 +16,6 @@ from specactor.rollout.speculation.probing import Seen
 from specactor.rollout.speculation.verification import Credit, Decision, common, credits_of
 from specactor.rollout.speculation.windows import OFF
 
-NEW_WEIGHTS_WEIGHT = 0.5  # weight of earlier evidence once the weights of the policy, or of a drafter, have changed
-
 
 class Reading:
     """What a drafter reads of new texts before it drafts for them. A burst is excused; texts that come all the time
@@ -70,7 +68,7 @@ class Estimates:
 
     def policy_changed(self) -> None:
         for model in (*self.acceptance.values(), *self.after.values()):
-            model.new_version(NEW_WEIGHTS_WEIGHT)
+            model.new_version()
 
     def looked(self, looks: Mapping[str, Sequence[Seen]]) -> None:
         for name, seen in looks.items():

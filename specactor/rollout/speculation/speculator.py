@@ -13,7 +13,7 @@ from specactor.config import SpeculationConfig
 from specactor.rollout.speculation.costs import CostTable, OnlineCosts
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.drafter_set import LOOK_TRIALS, DrafterSet
+from specactor.rollout.speculation.drafter_set import DrafterSet
 from specactor.rollout.speculation.estimates import Estimates
 from specactor.rollout.speculation.planner import Planner
 from specactor.rollout.speculation.probing import MAX_REST, BackOff, Look, Looks
@@ -274,7 +274,7 @@ class Speculator:
         if self._back_off.waits(self.drafter_set.expects(), look_s=self._clock() - started):
             return
         for name in drafts if self._back_off.is_long else ():
-            self.estimates.acceptance[name].limit(LOOK_TRIALS)  # looks are few, so old evidence makes way
+            self.estimates.acceptance[name].limit()  # looks are few, so old evidence makes way
         self._look(sequences, drafts, caps)
         requests, look_s = len(sequences), self._clock() - started
         self._back_off.looked(look_s=look_s, plain_s=self.costs.plain_s(requests), requests=requests)

@@ -74,29 +74,25 @@ class DraftBuffer:
     def __init__(self, *, max_tokens: int, half_life_steps: float, seed: int, max_example_tokens: int) -> None:
         self._max_tokens, self._half_life, self._seed = max_tokens, half_life_steps, seed
         self._longest = min(max_example_tokens, max_tokens)
-        self._examples: list[TrainingExample] = []
+        self.examples: list[TrainingExample] = []
         self.too_long = 0  # examples left out so far
         self._known_chances: NDArray[np.float64] | None = None  # of the present content
 
     def __len__(self) -> int:
-        return len(self._examples)
-
-    @property
-    def examples(self) -> Sequence[TrainingExample]:
-        return self._examples
+        return len(self.examples)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(example.token_ids) for example in self._examples)
+        return sum(len(example.token_ids) for example in self.examples)
 
     def add(self, examples: Sequence[TrainingExample]) -> int:
         """Add what fits of the examples, and count what is left out; the oldest leave. Return how many were cut."""
         num_cut = 0
         for example in examples:
             if len(example.token_ids) <= self._longest:
-                self._examples.append(example)
+                self.examples.append(example)
             elif example.prompt_len < self._longest:
-                self._examples.append(cut(example, self._longest))
+                self.examples.append(cut(example, self._longest))
                 num_cut += 1
             else:
                 self.too_long += 1
@@ -105,20 +101,20 @@ class DraftBuffer:
 
     def take(self) -> list[TrainingExample]:
         """Return all examples, and forget them."""
-        taken, self._examples = self._examples, []
+        taken, self.examples = self.examples, []
         return taken
 
     def draw(self, number: int, num_tokens: int) -> list[TrainingExample]:
         """Return examples of at most `num_tokens` together, or a longer one; [] when empty. They are drawn without
         replacement by exponential keys (Efraimidis and Spirakis, Inf. Proc. Letters 97, 2006)."""
-        if not self._examples:
+        if not self.examples:
             return []
         chance = np.random.default_rng([self._seed, number])
-        keys = chance.exponential(size=len(self._examples)) / self._chances()
+        keys = chance.exponential(size=len(self.examples)) / self._chances()
         drawn: list[TrainingExample] = []
         left = num_tokens
         for index in np.argsort(keys, kind="stable"):
-            example = self._examples[index]
+            example = self.examples[index]
             if drawn and len(example.token_ids) > left:
                 break
             drawn.append(example)
@@ -126,19 +122,19 @@ class DraftBuffer:
         return drawn
 
     def state(self) -> bytes:
-        return msgspec.msgpack.encode((self.too_long, [_Stored.of(example) for example in self._examples]))
+        return msgspec.msgpack.encode((self.too_long, [_Stored.of(example) for example in self.examples]))
 
     def restore(self, state: bytes) -> None:
         self.too_long, stored = msgspec.msgpack.decode(state, type=tuple[int, list[_Stored]])
-        self._examples = [each.example() for each in stored]
+        self.examples = [each.example() for each in stored]
         self._evict()
 
     def _chances(self) -> NDArray[np.float64]:
         if self._known_chances is not None:
             return self._known_chances
         # The policy has moved on from old responses, and long ones are what a rollout waits for.
-        versions = np.array([example.version for example in self._examples])
-        lengths = np.array([example.response_len for example in self._examples])
+        versions = np.array([example.version for example in self.examples])
+        lengths = np.array([example.response_len for example in self.examples])
         chances: NDArray[np.float64] = lengths * 0.5 ** ((versions.max() - versions) / self._half_life)
         self._known_chances = np.maximum(chances, np.finfo(np.float64).tiny)
         return self._known_chances
@@ -150,14 +146,14 @@ class DraftBuffer:
             return
         gone: set[int] = set()
         worst_first = sorted(
-            range(len(self._examples)), key=lambda i: (self._examples[i].version, self._examples[i].response_len, i)
+            range(len(self.examples)), key=lambda i: (self.examples[i].version, self.examples[i].response_len, i)
         )
         for i in worst_first:
             if too_many <= 0:
                 break
             gone.add(i)
-            too_many -= len(self._examples[i].token_ids)
-        self._examples = [example for i, example in enumerate(self._examples) if i not in gone]
+            too_many -= len(self.examples[i].token_ids)
+        self.examples = [example for i, example in enumerate(self.examples) if i not in gone]
 
 
 class _Stored(msgspec.Struct, frozen=True, array_like=True):

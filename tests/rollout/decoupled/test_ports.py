@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import socket
-from contextlib import closing
+from contextlib import ExitStack
 
 import pytest
 import zmq
 
 from specactor.errors import ConfigError
 from specactor.rollout.decoupled.transport import Address, Hub, ZmqLink, make_keys
-from specactor.rollout.drafter_start import Ports
+from specactor.rollout.drafter_start import kept_endpoint
 
 
 def has_v6() -> bool:
@@ -26,8 +26,8 @@ def test_a_kept_port_is_free_for_its_drafter_again_and_again(host: str) -> None:
     if ":" in host and not has_v6():
         pytest.skip("this machine has no IPv6")
     engine_keys, drafter_keys = make_keys()
-    with closing(Ports(host)) as ports:
-        endpoint = ports.take()
+    with ExitStack() as stack:
+        endpoint = kept_endpoint(host, stack)
         link = ZmqLink(7, [Address(endpoint=endpoint, keys=engine_keys)])
         try:
             for frame in (b"one", b"two", b"three"):
@@ -45,8 +45,8 @@ def test_a_kept_port_is_free_for_its_drafter_again_and_again(host: str) -> None:
 
 
 def test_a_kept_port_is_given_to_nobody_else() -> None:
-    with closing(Ports("127.0.0.1")) as ports:
-        endpoints = {ports.take() for _ in range(50)}
+    with ExitStack() as stack:
+        endpoints = {kept_endpoint("127.0.0.1", stack) for _ in range(50)}
         assert len(endpoints) == 50
         numbers = {int(endpoint.rpartition(":")[2]) for endpoint in endpoints}
         others = [socket.create_server(("127.0.0.1", 0)) for _ in range(500)]
@@ -64,5 +64,5 @@ def test_a_kept_port_is_given_to_nobody_else() -> None:
 
 
 def test_ports_of_another_host_are_not_to_be_had() -> None:
-    with closing(Ports("192.0.2.77")) as ports, pytest.raises(OSError, match="assign"):
-        ports.take()
+    with ExitStack() as stack, pytest.raises(OSError, match="assign"):
+        kept_endpoint("192.0.2.77", stack)

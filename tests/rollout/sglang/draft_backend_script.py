@@ -101,7 +101,8 @@ def main(folder: str, tokens: int, requests: int, context: int) -> None:
                 backend.wake()
             case "state":
                 cached = sum(known.cache.cached for known in backend._known.values())
-                answer = [cached, *backend._slots.num_free]
+                slots = backend._slots
+                answer = [cached, len(slots._free_blocks), len(slots._free_rows)]
         print("ANSWER " + json.dumps(answer), flush=True)
 
 

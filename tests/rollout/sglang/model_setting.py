@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specactor.config import EngineConfig, SpeculationConfig
-from specactor.rollout import tail
+from specactor.rollout import driver
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.transport import Address, DrafterAccess, local_endpoint, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
@@ -111,7 +111,7 @@ def lending(setting: Setting, tmp_path_factory: pytest.TempPathFactory) -> Itera
         log_file=str(tmp_path_factory.mktemp("sleeper") / "log"),
     )
     with DrafterPool([spec]) as sleepers, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tail, "NOTICE_ROUNDS", 0.0)
+        patch.setattr(driver, "NOTICE_ROUNDS", 0.0)
         sleepers.wait_ready()
         sleepers.drafters[0].wake_s = 0.0
         pool = EnginePool([], report_tokens=20, drafters=sleepers)

@@ -101,10 +101,11 @@ def lengths(context: Any, _: object) -> list[int]:
 
 
 @call
-def change_weights(context: Any, _: object) -> None:
-    """Another policy; a second call brings the first one back."""
+def change_weights(context: Any, _: object) -> list[int]:
+    """Another policy; a second call brings the first one back. Returns `lengths` at the change."""
     with torch.no_grad():
         context.model.lm_head.weight.neg_()
+    return lengths(context, None)
 
 
 @call

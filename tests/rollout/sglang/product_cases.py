@@ -11,7 +11,7 @@ from specactor.cpu import torchvision_ops
 torchvision_ops.install()
 
 from specactor.rollout.sglang import products  # noqa: E402
-from specactor.rollout.sglang.products import Tile  # noqa: E402
+from specactor.rollout.sglang.products import tile  # noqa: E402
 
 
 def main() -> None:
@@ -22,11 +22,11 @@ def main() -> None:
     a, b = torch.randn(64, 256), torch.randn(256, 64)
     exact = a.double() @ b.double()
     errors, alone = [], []
-    for tile in (products.OF_SGLANG, *products.PRODUCTS.values()):
-        every = products.multiply(tile, a, b, torch.float32)
+    for sizes in (products.OF_SGLANG, *products.PRODUCTS.values()):
+        every = products.multiply(sizes, a, b, torch.float32)
         errors.append(float((every - exact).abs().max()))
-        alone.append(torch.equal(products.multiply(tile, a[5:6], b, torch.float32), every[5:6]))
-    for config in (products.SGLANGS, products.FEW.config(), products.MANY.config()):
+        alone.append(torch.equal(products.multiply(sizes, a[5:6], b, torch.float32), every[5:6]))
+    for config in (products.SGLANGS, products.FEW, products.MANY):
         errors.append(float((products.multiply_experts(config, a, b) - exact).abs().max()))
 
     def agree() -> bool:
@@ -36,10 +36,10 @@ def main() -> None:
     products.DEPTH, products.COLUMNS = 256, 64
     # the interpreter adds what a tile is deep at once: it is a device on which sizes differ
     shipped = agree()
-    products.PRODUCTS = {64: Tile(16, 64, 64)}
-    products.FEW, products.MANY = Tile(16, 64, 32), Tile(64, 64, 32)
+    products.PRODUCTS = {64: tile(16, 64, 64)}
+    products.FEW, products.MANY = tile(16, 64, 32), tile(64, 64, 32)
     of_one_depth = agree()
-    products.PRODUCTS = {64: Tile(16, 64, 128)}
+    products.PRODUCTS = {64: tile(16, 64, 128)}
     print(json.dumps({"errors": errors, "alone": alone, "agree": [shipped, of_one_depth, agree()]}))
 
 

@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import make_keys
 from specactor.rollout.drafter_pool import DrafterPool
-from specactor.rollout.drafter_start import Ports
+from specactor.rollout.drafter_start import kept_endpoint
 from specactor.rollout.pool import EnginePool
 from specactor.rollout.process_guard import descendants
 from specactor.rollout.sglang.engine_client import EngineSpec
@@ -241,10 +241,11 @@ def test_a_bad_network(setting: Setting, exposed: str, kind: str) -> None:
 def test_drafters_of_two_hosts_with_keys_of_their_own(setting: Setting) -> None:
     """On two addresses of this one. One of them dies, and is found again at the port that was kept for it."""
     of_engines, of_drafters = zip(make_keys(), make_keys(), strict=True)
-    with closing(Ports("127.0.0.1")) as near, closing(Ports("127.0.0.2")) as far:
+    with ExitStack() as stack:
+        endpoints = [kept_endpoint(address, stack) for address in ("127.0.0.1", "127.0.0.2")]
         specs = [
-            recital_spec(setting.folder, keys=of_drafters[host], endpoint=ports.take(), index=2 + host)
-            for host, ports in enumerate((near, far))
+            recital_spec(setting.folder, keys=of_drafters[host], endpoint=endpoint, index=2 + host)
+            for host, endpoint in enumerate(endpoints)
         ]
         with DrafterPool(specs) as pool:
             pool.wait_ready()

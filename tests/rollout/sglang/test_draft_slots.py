@@ -8,7 +8,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, Reservation, Slots, slot_range
+from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, Slots, slot_range
 
 BLOCKS, ROWS = 7, 4
 KEYS = "abcdef"
@@ -19,9 +19,8 @@ class KeepsBlocksOfTheFreed(Slots):
     """Wrong: what a freed request held is lost."""
 
     def free(self, key: Hashable) -> None:
-        place = self._places.pop(key, None)
-        if place is not None:
-            self._free_rows.append(place.row)
+        if key in self._places:
+            self._free_rows.append(self._places.pop(key)[0])
 
 
 class GivesRowsTwice(Slots):
@@ -33,10 +32,10 @@ class GivesRowsTwice(Slots):
 class TakesHalf(Slots):
     """Wrong: what there is of too little room is taken, and nobody is told of it."""
 
-    def reserve(self, key: Hashable, tokens: int) -> Reservation | None:
+    def reserve(self, key: Hashable, tokens: int) -> tuple[int, list[tuple[int, int]]] | None:
         reserved = super().reserve(key, tokens)
         if reserved is None and self._free_blocks and key in self._places:
-            self._places[key].blocks.append(self._free_blocks.pop())
+            self._places[key][1].append(self._free_blocks.pop())
         return reserved
 
 
@@ -62,13 +61,15 @@ def check(kind: type[Slots], operations: Operations) -> None:
             room = BLOCKS - sum(map(len, blocks.values())) + len(held)
             assert needed > room or (key not in rows and len(rows) == ROWS)
         else:
-            assert rows.setdefault(key, reserved.row) == reserved.row
-            assert [index for index, _ in reserved.new_blocks] == list(range(len(held), max(needed, len(held))))
-            blocks[key] = held + [block for _, block in reserved.new_blocks]
+            row, new_blocks = reserved
+            assert rows.setdefault(key, row) == row
+            assert [index for index, _ in new_blocks] == list(range(len(held), max(needed, len(held))))
+            blocks[key] = held + [block for _, block in new_blocks]
         given_blocks = [block for each in blocks.values() for block in each]
         assert len(set(given_blocks)) == len(given_blocks)
         assert len(set(rows.values())) == len(rows)
-        assert slots.num_free == (BLOCKS - len(given_blocks), ROWS - len(rows))
+        free = len(slots._free_blocks), len(slots._free_rows)
+        assert free == (BLOCKS - len(given_blocks), ROWS - len(rows))
         assert all(1 <= row <= ROWS for row in rows.values())
         assert all(slots.row(each) == rows.get(each) for each in KEYS)
 

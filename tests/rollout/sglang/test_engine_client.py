@@ -169,34 +169,6 @@ def test_abort(engine: Engine) -> None:
     assert len(engine.generate([request(0)])) == 1
 
 
-def paused(engine: Engine, batch: list[RolloutRequest]) -> tuple[list[Trajectory], bool]:
-    """(responses, whether they were waited for while the engine was paused)"""
-    box: list[Trajectory] = []
-    engine.flush()
-    thread = threading.Thread(target=lambda: box.extend(engine.generate(batch)))
-    thread.start()
-    time.sleep(0.05)
-    engine.pause()
-    try:
-        time.sleep(0.3)
-        in_between = thread.is_alive()
-    finally:
-        engine.resume()
-        thread.join(60)
-    return box, in_between
-
-
-def test_pause_and_resume_change_nothing(engine: Engine) -> None:
-    batch = [request(i, new=140) for i in range(8)]
-    want = engine.generate(batch)
-    for _ in range(4):  # the end may come before the pause
-        responses, in_between = paused(engine, batch)
-        assert tokens(responses) == tokens(want)
-        if in_between:
-            return
-    raise AssertionError("it goes on while it is paused")
-
-
 def test_the_longest_request_is_served_whole(engine: Engine) -> None:
     prompt = len(request(0).prompt_ids)
     assert engine.ready is not None

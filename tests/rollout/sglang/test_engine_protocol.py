@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -32,22 +33,22 @@ def through_socket(message: Any, decoder: msgspec.msgpack.Decoder[Any]) -> objec
         ours.sendall(frames.pack(7, message, last=False))
         frame = frames.read(theirs, decoder)
     assert frame is not None
-    assert (frame[0].call, frame[0].last) == (7, False)
-    return frame[1]
+    assert frame[:2] == (7, False)
+    return frame[2]
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        p.Start(spec=SPEC),
         p.Generate(requests=[REQUEST]),
         p.RankCall(name="x", payload=b"\x00\xff", timeout_s=1.5),
-        p.Command(verb="pause"),
+        p.Command(verb="abort"),
         p.Command(verb="abort_requests", request_ids=["a", "b"]),
     ],
 )
 def test_messages_to_the_host_arrive_as_they_were(message: p.ToEngine) -> None:
     assert through_socket(message, p.TO_ENGINE) == message
+    assert through_socket(SPEC, p.SPEC) == SPEC
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_messages_to_the_host_arrive_as_they_were(message: p.ToEngine) -> None:
         p.Finished(request=0, token_ids=[1], logprobs=[-0.1], finish_reason="length", routed_experts=b"\x00\xff"),
         p.Progress(),
         p.Progress(request=0, token_ids=[1, 2], logprobs=[-0.1, -0.2]),
-        p.RankReplies(replies=[b"a", b""]),
+        p.Done(replies=[b"a", b""]),
         frames.Failed(message="no"),
     ],
 )
@@ -116,8 +117,4 @@ def test_ends_of_the_stream() -> None:
 
 def test_a_spec_needs_a_device_per_rank() -> None:
     with pytest.raises(EngineError, match="got 1 devices, expected 2"):
-        msgspec.structs.replace(p.Start(spec=SPEC), spec=p.EngineSpec(**{**_fields(SPEC), "tensor_parallel": 2}))
-
-
-def _fields(spec: p.EngineSpec) -> dict[str, object]:
-    return {name: getattr(spec, name) for name in spec.__dataclass_fields__}
+        replace(SPEC, tensor_parallel=2)

@@ -7,7 +7,6 @@ plain engine of all tests. Prefills in parts round differently, so log-probabili
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from specactor.config import EngineConfig, SpeculationConfig
-from specactor.errors import EngineError
 from specactor.rollout.resume import going_on
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.types import RolloutRequest, Trajectory
@@ -248,27 +246,7 @@ def test_abort_in_the_middle(speculating: Engine, engine: Engine) -> None:
     assert_same(run(speculating, drafter("Half"), requests), expected)
 
 
-def test_pause_and_go_on(speculating: Engine, engine: Engine) -> None:
-    requests = [replace(r, sampling=replace(r.sampling, max_new_tokens=60, ignore_eos=True)) for r in with_options(12)]
-    expected = engine.generate(requests)
-    run(speculating, OFF, requests)
-    speculating.flush()
-    configure(speculating, drafter("Slow"))
-    thread, answers = in_background(speculating, requests)
-    wait_for_tokens(speculating, 2)
-    speculating.pause()
-    held = probe(speculating, "lengths")
-    time.sleep(0.2)
-    assert probe(speculating, "lengths") == held
-    assert min(held) >= 2
-    with pytest.raises(EngineError, match="flush: requests are still running"):
-        speculating.flush()
-    speculating.resume()
-    thread.join(60)
-    assert_same(answers, expected)
-
-
-def test_pause_change_the_weights_and_go_on(speculating: Engine) -> None:
+def test_change_the_weights_and_go_on(speculating: Engine) -> None:
     """The response goes on with the new weights and the keys that it has, as if plain decoding had changed there."""
     wanted = [request(0, new=100)]
     [old] = run(speculating, OFF, wanted)
@@ -277,11 +255,8 @@ def test_pause_change_the_weights_and_go_on(speculating: Engine) -> None:
     configure(speculating, drafter("Slow"))
     thread, answers = in_background(speculating, wanted)
     wait_for_tokens(speculating, 20)
-    speculating.pause()
-    [held] = probe(speculating, "lengths")
+    [held] = probe(speculating, "change_weights")
     assert 20 <= held < 100
-    probe(speculating, "change_weights")
-    speculating.resume()
     thread.join(60)
     probe(speculating, "change_weights")
     speculating.flush()

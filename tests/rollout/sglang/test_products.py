@@ -50,7 +50,7 @@ def test_the_rows_of_an_expert_decide(monkeypatch: pytest.MonkeyPatch, agree: bo
         experts, size, depth, per_row, _, *more = OF_EXPERTS
         return products._of_experts(lambda *_: own, rows, experts, size, depth, per_row, dtype, *more)
 
-    few, many = products.FEW.config(), products.MANY.config()
+    few, many = products.FEW, products.MANY
     assert [chosen(rows) for rows in (1, 64, 65)] == ([few, few, many] if agree else [products.SGLANGS] * 3)
     assert chosen(1, dtype="float32") == products.SGLANGS
     assert chosen(1, own={"BLOCK_SIZE_M": 16}) == {"BLOCK_SIZE_M": 16}, "not in SGLang's batch-invariant mode"

@@ -9,6 +9,7 @@ import pytest
 
 from specactor.config import SpeculationConfig
 from specactor.rollout.speculation import drafter_set, probing, speculator, suffix
+from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.planner import Planner
 from specactor.rollout.speculation.probing import LOOK_EVERY
@@ -212,8 +213,7 @@ def rounds_until_noticed(*, right: float = 0.8, row_s: float = 3e-5, ahead_s: fl
 
 def test_old_evidence_makes_way_for_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounds_until_noticed() < 400
-    monkeypatch.setattr(drafter_set, "LOOK_TRIALS", 1e18)
-    monkeypatch.setattr(speculator, "LOOK_TRIALS", 1e18)
+    monkeypatch.setattr(AcceptanceModel, "limit", lambda self: None)
     assert rounds_until_noticed() == 1000
 
 
