@@ -199,8 +199,11 @@ is ours and bounded, but 1,000 short steps do not reach the bounds:
   of such texts take 118 MiB, in leaps when its table doubles. Of 14.2 MB that
   tracemalloc saw grow in 69 steps 13.6 were that table, and none SGLang's, as far as that sees.
 - **Threads and descriptors of rank 0**: processes of verifiers, started where responses wait, with three threads each.
-- Fragmentation is not settled: between steps `malloc_trim` mostly returned less than 0.3 MiB, but 31 to 80 twice.
-- Not found: about 50 MiB of rank 0, and the engine server's 36."""
+- **The rest of rank 0** is fragmentation in glibc's arenas, one per thread and at most eight per core. In 300 steps
+  (2026-11-27, one run each, no kills) rank 0 grew by 125 MiB per 1,000 steps (114 to 147), about 6 at each checkpoint
+  from step 150 on, and rank 1 by 39 (33 to 49); with `MALLOC_ARENA_MAX=1` by 28.5 (27.8 to 29.7) and 25.9 (25.4 to
+  26.6), which is the draft buffer.
+- Not found: the engine server's 36, of which one of its two processes took 14 MiB at once."""
 
 
 def add(rows: list[list[str]], grown: list[str], name: str, unit: str, of: Sequence[tuple[int, int, float]]) -> None:
