@@ -27,7 +27,7 @@ from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, REPORT
 from specactor.rollout.speculation.counters import Counts
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
-from specactor.rollout.speculation.registry import PreviousDrafter
+from specactor.rollout.speculation.previous import PreviousDrafter
 from specactor.rollout.speculation.suffix import SuffixDrafter
 from specactor.types import RolloutRequest, Trajectory
 

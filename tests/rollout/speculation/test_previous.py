@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from specactor.config import SpeculationConfig
 from specactor.rollout.speculation.drafter import DraftSequence
-from specactor.rollout.speculation.registry import RESPONSE_BYTES, SEEN, TOKEN_BYTES, PreviousDrafter, make_drafters
+from specactor.rollout.speculation.previous import RESPONSE_BYTES, SEEN, TOKEN_BYTES, PreviousDrafter
+from specactor.rollout.speculation.registry import make_drafters
 
 PROMPT = (91, 92, 93)
 
