@@ -48,7 +48,8 @@ def tiles(device: str, dtype: torch.dtype, *, group: int, dim: int, lengths: tup
     def attend(q: torch.Tensor, readers: list[int], seen: list[int]) -> torch.Tensor:
         indices = torch.cat([slots[r, :n] for r, n in zip(readers, seen, strict=True)])
         indptr = pad(torch.tensor(seen, device=device).cumsum(0), (1, 0)).int()
-        sizes, out = kernels.tile_sizes(torch.tensor(readers, device=device)), torch.empty_like(q)
+        sizes, out = torch.empty(len(q), device=device, dtype=torch.int32), torch.empty_like(q)
+        kernels.size_tiles(torch.tensor(readers, device=device), sizes)
         log_totals = torch.empty_like(parts[..., 0])
         kernels.tile_attention(q, k, v, out, indptr, indices, sizes, parts, log_totals, dim**-0.5)
         return out
@@ -93,6 +94,25 @@ def products_of(device: str, dtype: torch.dtype, *, depth: int, columns: int) ->
     return {"rows": products.ROWS, "differ": differ, "bits": bits}
 
 
+def norms(device: str, dtype: torch.dtype, *, depth: int, rows: int = 64) -> Case:
+    """`differ`: rows that are not the exact norm's; `bits`: rows that have others in other company."""
+    torch.manual_seed(depth)
+    x, residual = torch.randn(2, rows, depth).to(device, dtype)
+    weight = torch.randn(depth).to(device, dtype)
+    out, total = kernels.add_and_normalize(x, residual, weight, 1e-6)
+    exact = x.double() + residual.double()
+    found = [(total, exact), (out, exact * (exact.pow(2).mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double())]
+    bound = 1e-4 if dtype == torch.float32 else 2e-2
+    wrong = [(got.double() - right).abs() > bound * right.abs().clamp(1.0) for got, right in found]
+    bits = 0
+    for count in (1, 5, rows // 2):
+        pieces = kernels.add_and_normalize(x[-count:].clone(), residual[-count:].clone(), weight, 1e-6)
+        bits += sum(
+            int((piece != whole[-count:]).any(1).sum()) for piece, whole in zip(pieces, (out, total), strict=True)
+        )
+    return {"rows": rows, "differ": int((wrong[0] | wrong[1]).any(1).sum()), "bits": bits}
+
+
 def main(device: str) -> None:
     if device == "cpu":
         torchvision_ops.install()
@@ -105,6 +125,8 @@ def main(device: str) -> None:
             found[f"products of {depth} by {columns}"] = products_of(
                 device, torch.bfloat16, depth=depth, columns=columns
             )
+        for depth in (1024, 2048, 5120):
+            found[f"norms of {depth}"] = norms(device, torch.bfloat16, depth=depth)
         lengths = (1, 63, 64, 65, 255, 256, 257, 1000, 8191)
         for group in (1, 2, 4, 8):
             for dtype in (torch.bfloat16, torch.float32):
@@ -113,6 +135,7 @@ def main(device: str) -> None:
     else:
         found = {"sampling": sampling(device, rows=4, vocab=3000)}
         found["products of 256 by 64"] = products_of(device, torch.float32, depth=256, columns=64)
+        found["norms of 100"] = norms(device, torch.float32, depth=100)
         found["tiles of 2 heads, float32"] = tiles(device, torch.float32, group=2, dim=16, lengths=(1, 257))
     print(json.dumps(found))
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
 
@@ -25,6 +24,7 @@ from specactor.cpu import layers  # noqa: E402
 from specactor.device_memory import HostCopies  # noqa: E402
 from specactor.errors import WeightSyncError  # noqa: E402
 from specactor.rollout.sglang import responses, sampling, verify_batch, verify_worker  # noqa: E402
+from specactor.rollout.sglang.gpu import to_host  # noqa: E402
 from specactor.rollout.speculation.verification import DraftTree, accepted_path, chain, merged  # noqa: E402
 from specactor.trainer import microbatch  # noqa: E402
 from specactor.trainer.objective import PolicyObjective  # noqa: E402
@@ -101,15 +101,15 @@ def one_round(device: str, rounds: int = 1) -> list[Any]:
         tokens, _mask = sampling.sample_by_kind(draw, None, probs, batch.sampling_info, positions, False)
         output = SimpleNamespace(next_token_logprobs=probs.log()[:, 0])
         result = SimpleNamespace(next_token_ids=tokens, logits_output=output)
+        output.next_token_logprobs = to_host(output.next_token_logprobs)
         samples = tokens.tolist()
         paths = []
         for i, (req, tree) in enumerate(zip(reqs, TREES, strict=True)):
             paths.append(accepted_path(tree, samples[rows.starts[i] : rows.starts[i + 1]]))
             places.keep(req, verify_batch.num_cached(req), tree, paths[-1])
         places.give_back()
-        kept = [rows.starts[i] + row for i, path in enumerate(paths) for row in path]
-        verify_worker._keep(result, np.array(kept, np.int64))
-        found = [batch.seq_lens_cpu.tolist(), paths, samples]
+        verify_worker._emit(result, samples, rows, paths, lengths)
+        found = [batch.seq_lens_cpu.tolist(), paths, samples, output.next_token_logprobs, result.new_seq_lens]
     found += [batch.seq_lens, batch.out_cache_loc, batch.input_ids, pool.req_to_token, result.next_token_ids]
     return [x.cpu().tolist() if isinstance(x, torch.Tensor) else x for x in found]
 

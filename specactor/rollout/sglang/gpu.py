@@ -57,6 +57,13 @@ def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
     return locked.copy_(host).to(device, non_blocking=True)
 
 
+def to_host(values: Tensor) -> Tensor:
+    """Begin to copy to the host. The copy holds once the device was waited for."""
+    if values.device.type == "cpu":
+        return values
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+
 def _keep_graphs_releasable() -> None:
     """Undo Megatron's mode, set when SGLang's dumper imports it, which cannot release graphs."""
     import sglang.srt.debug_utils.dumper  # noqa: F401  (before, not after)
@@ -138,8 +145,7 @@ def backend_class() -> type:
 
         def _arrange(self, batch: Any) -> None:
             if batch.forward_mode.is_decode_or_idle():
-                readers_R = batch.req_pool_indices[: batch.batch_size]
-                self._sizes[: len(readers_R)] = kernels.tile_sizes(readers_R)
+                kernels.size_tiles(batch.req_pool_indices[: batch.batch_size], self._sizes)
 
         def _attend(
             self,

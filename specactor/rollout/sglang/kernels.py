@@ -1,9 +1,10 @@
-"""Triton kernels: attention that reads a request's keys once for up to eight of its rows, and sampling in one pass.
+"""Triton kernels: attention that reads a request's keys once for up to eight of its rows, sampling in one pass, and
+sums with their norms.
 
 Invariant: a row's bits depend neither on its place nor on other rows, where the GPU's products do not.
 
-Shape legend: R rows, H query heads, N key heads, D head size, M queries of a tile, S parts of keys, V vocabulary, C
-chunks of it.
+Shape legend: R rows, H query heads, N key heads, D head size or hidden size, M queries of a tile, S parts of keys, V
+vocabulary, C chunks of it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from specactor.config.rollout import SPLIT
 
@@ -22,14 +22,35 @@ TILE = 8  # rows of a tile: a request's last token and seven drafts; always comp
 BLOCK = 64  # keys that are loaded at once
 
 
-def tile_sizes(readers_R: Tensor) -> Tensor:
-    """Return the size of the tile that begins at each row, or 0: [R] int32. `readers_R`: page-table rows."""
-    row_R = torch.arange(len(readers_R), device=readers_R.device)
-    changes_R = functional.pad(readers_R[1:] != readers_R[:-1], (1, 0), value=True)
-    begins_R = (row_R - torch.where(changes_R, row_R, 0).cummax(0).values) % TILE == 0
-    tile_R = begins_R.cumsum(0) - 1
-    size_T = torch.zeros_like(tile_R).scatter_add_(0, tile_R, torch.ones_like(tile_R))
-    return torch.where(begins_R, size_T[tile_R], 0).to(torch.int32)
+@triton.jit  # type: ignore[untyped-decorator]
+def _smaller(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.minimum(a, b)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.maximum(a, b)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _size_tiles(
+    readers: tl.tensor, sizes: tl.tensor, num_rows: tl.tensor, TILE: tl.constexpr, BLOCK_R: tl.constexpr
+) -> None:
+    row = tl.arange(0, BLOCK_R)
+    inside = row < num_rows
+    reader = tl.load(readers + row, mask=inside, other=-1)
+    before = tl.load(readers + row - 1, mask=inside & (row > 0), other=-1)
+    after = tl.load(readers + row + 1, mask=row + 1 < num_rows, other=-1)
+    first = tl.associative_scan(tl.where(reader != before, row, 0), 0, _larger)
+    stop = tl.associative_scan(tl.where(reader != after, row + 1, BLOCK_R), 0, _smaller, reverse=True)
+    size = tl.where((row - first) % TILE == 0, tl.minimum(stop - row, TILE), 0)
+    tl.store(sizes + row, size, mask=inside)
+
+
+def size_tiles(readers_R: Tensor, sizes_R: Tensor) -> None:
+    """Write the size of the tile that begins at each row, or 0, int32. `readers_R`: page-table rows, from 0."""
+    rows = len(readers_R)
+    _size_tiles[(1,)](readers_R, sizes_R, rows, TILE=TILE, BLOCK_R=triton.next_power_of_2(rows), num_warps=8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -153,7 +174,7 @@ def tile_attention(
         q, out: [R, H, D], in one piece.
         keys, values: [slots, N, D].
         kv_indptr: [R + 1]: where each row's slots begin in kv_indices.
-        sizes: [R], from `tile_sizes`.
+        sizes: [R], from `size_tiles`.
         parts, log_totals: float32 [>= R, H, S, D] and [>= R, H, S], S * SPLIT >= a row's keys.
     """
     rows, heads, dim = q.shape
@@ -304,3 +325,48 @@ def logprobs_of(tokens: Tensor, logits: Tensor, temperatures: Tensor, drawn: Dra
     """Return log_softmax(logits / temperature) of given tokens, [R] float32."""
     x_R = logits.gather(1, tokens.long()[:, None])[:, 0].float() / temperatures.view(-1)
     return (x_R - drawn.tops) - drawn.log_totals
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_and_normalize(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    total: tl.tensor,
+    eps: tl.tensor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROUNDS: tl.constexpr,
+) -> None:
+    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
+    at, inside = row * D + d, d < D
+    sum_D = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    sum_D += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + at, sum_D, mask=inside)
+    normed_D = sum_D * tl.rsqrt(tl.sum(sum_D * sum_D, axis=0) / D + eps)
+    if ROUNDS:
+        normed_D = normed_D.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + at, normed_D * tl.load(weight + d, mask=inside, other=0.0).to(tl.float32), mask=inside)
+
+
+def add_and_normalize(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, rounds: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return RMSNorm(x + residual) and the sum, [R, D] each, of x's type.
+
+    Args:
+        x, residual: [R, D], in one piece.
+        weight: [D].
+        rounds: to x's type before the product with the weight.
+    """
+    rows, depth = x.shape
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    _add_and_normalize[(rows,)](
+        *(x, residual, weight, out, total, eps),
+        D=depth,
+        BLOCK_D=triton.next_power_of_2(depth),
+        ROUNDS=rounds,
+        num_warps=8,
+    )
+    return out, total

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_memory, get_model, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -31,7 +30,7 @@ from specactor.config.speculation import MTP
 from specactor.errors import EngineError
 from specactor.parallel.collective import all_come
 from specactor.rollout.sglang import draft_runner, head_runner, overlap, responses
-from specactor.rollout.sglang.gpu import on_device
+from specactor.rollout.sglang.gpu import on_device, to_host
 from specactor.rollout.sglang.model_drafter import ModelDrafter
 from specactor.rollout.sglang.verify_batch import (
     Branches,
@@ -250,8 +249,11 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
                 self._branches.place(batch, rows)
             result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
             batch.reqs = reqs  # SGLang counts those that run
+            output = result.logits_output
+            if output.next_token_logprobs is not None:
+                output.next_token_logprobs = to_host(output.next_token_logprobs)
             self.meanwhile()
-            samples = result.next_token_ids.tolist()
+            samples = result.next_token_ids.tolist()  # waits for the device, and for the copy
         finally:
             self._branches.give_back()
         paths = self._accepted(running, rows, samples)
@@ -269,7 +271,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         for r, path, start in zip(running, paths, rows.starts, strict=False):
             r.sequence.output_ids.extend([samples[start + row] for row in path])
         self._ahead = [*zip(running, map(len, paths), strict=True)]
-        emitted = self._emit(result, rows, paths, base)
+        emitted = _emit(result, samples, rows, paths, base)
         times = (entered, decided, self._ended, time.perf_counter())
         self.rounds.verified(*times, requests=len(reqs), rows=rows.total, emitted=sum(map(len, paths)))
         return emitted
@@ -391,10 +393,11 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
             name, drafter_set = list(self.speculator.drafters)[who], self.speculator.drafter_set
             failures = drafter_set.num_failures(name)
             drafts = self.speculator.draft(name, sequences, windows)
-            if get_parallel().tp_size > 1 and drafter_set.num_failures(name) > failures:
-                self._fail_together(name)
-            drafted = self._agreed([_to_list(chain(draft)) for draft in drafts])
-            trees = [_to_tree(new) if w else tree for w, new, tree in zip(windows, drafted, trees, strict=True)]
+            if get_parallel().tp_size > 1:
+                if drafter_set.num_failures(name) > failures:
+                    self._fail_together(name)
+                drafts = self._agreed(drafts)
+            trees = [chain(new) if w else tree for w, new, tree in zip(windows, drafts, trees, strict=True)]
         return trees
 
     def _fail_together(self, drafter: str) -> None:
@@ -417,10 +420,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
 
     def _agreed(self, lists: list[list[int]]) -> list[list[int]]:
         """Return rank 0's lists, as many as each rank has: trees, and at most two numbers for each of them."""
-        parallel = get_parallel()
-        if parallel.tp_size == 1:
-            return lists
-        group, count = parallel.tp_group, len(lists)
+        group, count = get_parallel().tp_group, len(lists)
         packed = np.zeros(count * (2 * self._max_rows + 3), dtype=np.int32)  # their lengths, then their numbers
         packed[:count] = [len(values) for values in lists]
         packed[count : count + packed[:count].sum()] = [value for values in lists for value in values]
@@ -429,37 +429,31 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         numbers = packed.tolist()
         return [numbers[begin:end] for begin, end in pairwise(ends)]
 
-    def _emit(
-        self, result: GenerationBatchResult, rows: Rows, paths: Sequence[Sequence[int]], base: torch.Tensor
-    ) -> GenerationBatchResult:
-        """Return the round as SGLang's result, tokens padded to the longest."""
-        num_emitted = np.array([len(path) for path in paths], dtype=np.int32)
-        width = int(num_emitted.max())
-        if rows.drafted:
-            kept_BW = np.minimum(np.arange(width), num_emitted[:, None] - 1)
-            for i, path in enumerate(paths):
-                if path[-1] >= len(path):
-                    kept_BW[i] = [*path, *[path[-1]] * (width - len(path))]
-            _keep(result, (np.array(rows.starts[:-1])[:, None] + kept_BW).ravel())
-        output = result.logits_output
-        if output.next_token_logprobs is not None:
-            output.next_token_logprobs = output.next_token_logprobs.view(len(paths), width)
-        lengths = on_device(num_emitted, base.device)
-        result.accept_lens = lengths
-        result.new_seq_lens = base + lengths
-        result.next_draft_input = _Carried()
-        result.speculative_num_draft_tokens = self._max_rows
-        result.speculative_output_stride = width
-        return result
 
-
-def _keep(result: GenerationBatchResult, rows: NDArray[np.int64]) -> None:
-    """Keep these rows of what the target returned, in this order."""
-    kept = on_device(rows, result.next_token_ids.device)
+def _emit(
+    result: GenerationBatchResult,
+    samples: Sequence[int],
+    rows: Rows,
+    paths: Sequence[Sequence[int]],
+    base: torch.Tensor,
+) -> GenerationBatchResult:
+    """Make the round SGLang's result, tokens padded to the longest; what it hands out is on the host already."""
+    num_emitted = np.array([len(path) for path in paths])
+    width = int(num_emitted.max())
+    kept_BW = np.minimum(np.arange(width), num_emitted[:, None] - 1)
+    for i, path in enumerate(paths):
+        if path[-1] >= len(path):
+            kept_BW[i] = [*path, *[path[-1]] * (width - len(path))]
+    kept = torch.from_numpy((np.array(rows.starts[:-1])[:, None] + kept_BW).ravel())
     output = result.logits_output
     if output.next_token_logprobs is not None:
-        output.next_token_logprobs = output.next_token_logprobs[kept]
-    result.next_token_ids = result.next_token_ids[kept]
+        output.next_token_logprobs = output.next_token_logprobs[kept].view(len(paths), width)
+    result.next_token_ids = torch.tensor(samples)[kept]
+    result.accept_lens = torch.from_numpy(num_emitted)
+    result.new_seq_lens = base + on_device(num_emitted, base.device)
+    result.next_draft_input = _Carried()
+    result.speculative_output_stride = width
+    return result
 
 
 def _to_list(tree: DraftTree) -> list[int]:

@@ -32,9 +32,13 @@ def main() -> None:
     out = {"out": "*bf16", "kv_indptr": "*i32", "value_scale": "fp32", "heads": "i32", "max_parts": "i32"}
     chunk = compiled(kernels._draw_chunk, rows | PARTS | sizes, {"CHUNK": kernels.CHUNK}, 8)
     attend = compiled(kernels._attend_part, POOL | parts | {"scale": "fp32"} | STRIDES, tile, 4)
+    sizes_of = {"readers": "*i64", "sizes": "*i32", "num_rows": "i32"}
+    added = dict.fromkeys(("x", "residual", "weight", "out", "total"), "*bf16") | {"eps": "fp32"}
     made = [
         *(chunk, compiled(kernels._combine_chunks, PARTS | drawn, {"CHUNKS": 128}, 1)),
         *(attend, compiled(kernels._combine_parts, parts | out, head, 1)),
+        compiled(kernels._size_tiles, sizes_of, {"TILE": kernels.TILE, "BLOCK_R": 4096}, 8),
+        compiled(kernels._add_and_normalize, added, {"D": 2048, "BLOCK_D": 2048, "ROUNDS": False}, 8),
     ]
     found = {
         "bytes": [len(kernel.asm["cubin"]) for kernel in made],

@@ -1,8 +1,10 @@
-"""Script for Triton's interpreter: SGLang's products in tiles of several sizes. Prints JSON."""
+"""Script for Triton's interpreter: SGLang's products in tiles of several sizes, and its norms in one kernel. Prints
+JSON."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 
@@ -10,8 +12,42 @@ from specactor.cpu import torchvision_ops
 
 torchvision_ops.install()
 
-from specactor.rollout.sglang import products  # noqa: E402
+from specactor.rollout.sglang import kernels, products  # noqa: E402
 from specactor.rollout.sglang.products import tile  # noqa: E402
+
+
+def norms() -> dict[str, Any]:
+    """SGLang's norm of a sum beside ours; a wrong version, whose rows feel their neighbours."""
+    import sglang.srt.batch_invariant_ops as modes
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    asked = list[str]()
+
+    def original(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *_: Any, **__: Any) -> Any:
+        asked.append(str(x.dtype))
+        return norm.forward_native(x, residual)
+
+    norm = RMSNorm(96)
+    norm.weight.data = torch.randn(96).bfloat16()
+    x, residual = torch.randn(2, 5, 96).bfloat16()
+    modes.is_batch_invariant_mode_enabled = lambda: True
+    far, equal, alone, right = [], [], list[bool](), kernels.add_and_normalize
+    for norm.cast_x_before_out_mul in (False, True):
+        ours, native = products._norm(original, norm, x, residual), norm.forward_native(x, residual)
+        far.append(float(((ours[0].float() - native[0].float()).abs() / native[0].float().abs()).max()))
+        equal.append(torch.equal(ours[1], native[1]))
+    for version in (right, lambda x, residual, *rest, **named: right(x + x.mean(0), residual, *rest, **named)):
+        kernels.add_and_normalize = version
+        ours, one = (products._norm(original, norm, x[rows], residual[rows]) for rows in (slice(5), slice(3, 4)))
+        alone.append(all(torch.equal(whole[3:4], row) for whole, row in zip(ours, one, strict=True)))
+    ours = len(asked)
+    products._norm(original, norm, x)
+    products._norm(original, norm, x.float(), residual.float())
+    products._norm(original, norm, x, residual, None, "a product that is quantized")
+    products._norm(original, norm, x, residual, post_residual_addition=x)
+    modes.is_batch_invariant_mode_enabled = lambda: False
+    products._norm(original, norm, x, residual)
+    return {"far": max(far), "sums": equal, "alone": alone, "asked": [ours, len(asked)]}
 
 
 def main() -> None:
@@ -40,7 +76,8 @@ def main() -> None:
     products.FEW, products.MANY = tile(16, 64, 32), tile(64, 64, 32)
     of_one_depth = agree()
     products.PRODUCTS = {64: tile(16, 64, 128)}
-    print(json.dumps({"errors": errors, "alone": alone, "agree": [shipped, of_one_depth, agree()]}))
+    found = {"errors": errors, "alone": alone, "agree": [shipped, of_one_depth, agree()], "norms": norms()}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Products whose tiles follow the number of rows: only where a row keeps its bits, and never SGLang's kernel of few
-rows."""
+rows. Norms in one kernel."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ OF_EXPERTS = (128, 768, 2048, 8, None, False, None)
 
 
 @pytest.mark.processes
-def test_tiles_are_chosen_only_where_all_sizes_give_the_same_bits() -> None:
+def test_rows_keep_their_bits_in_other_tiles_and_in_norms_of_one_kernel() -> None:
     found = found_by("tests.rollout.sglang.product_cases", **INTERPRETED)
     assert max(found["errors"]) < 1e-3
     assert all(found["alone"]), "a row has its bits in any company"
     assert found["agree"] == [False, True, False], "tiles of several depths, of one, and one dense tile that is deeper"
+    norms = found["norms"]
+    assert norms["far"] <= 2**-6, "two roundings of bfloat16 from SGLang's"
+    assert norms["sums"] == [True, True]
+    assert norms["alone"] == [True, False], "a row has its bits in any company; a wrong version has not"
+    assert norms["asked"] == [0, 5], "SGLang's own serves whatever is another norm"
 
 
 @pytest.mark.parametrize("agree", [True, False])

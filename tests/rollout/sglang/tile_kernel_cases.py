@@ -36,7 +36,8 @@ class Pool:
         num_parts = -(-(max(LENGTHS) + BEYOND) // kernels.SPLIT)
         parts = torch.full((*q.shape[:2], num_parts, q.shape[2]), torch.nan)
         out = torch.empty_like(q)
-        sizes = kernels.tile_sizes(readers)
+        sizes = torch.empty(len(readers), dtype=torch.int32)
+        kernels.size_tiles(readers, sizes)
         kernels.tile_attention(q, self.k, self.v, out, indptr, indices, sizes, parts, parts[..., 0].clone(), SCALE)
         return out
 
@@ -84,10 +85,12 @@ def main(groups: Sequence[int]) -> None:
             found["cases"][f"{group} queries per key head, {dtype}"] = [bad, rows, error]
     kernels.SPLIT = 192  # wrong versions: parts of another size than alone, tiles that mix requests
     found["other parts"] = differing(pool, (8,), some)
-    kernels.SPLIT, right = 256, kernels.tile_sizes
-    kernels.tile_sizes = lambda readers: right(torch.zeros_like(readers))
+    kernels.SPLIT, right = 256, kernels.size_tiles
+    kernels.size_tiles = lambda readers, sizes: right(torch.zeros_like(readers), sizes)
     found["mixed tiles"] = differing(pool, (3,), some)
-    found["sizes"] = right(torch.tensor([5] * 9 + [2, 3, 3, 2])).tolist()
+    sizes = torch.full((13,), -1, dtype=torch.int32)
+    right(torch.tensor([5] * 9 + [2, 3, 3, 2]), sizes)
+    found["sizes"] = sizes.tolist()
     print(json.dumps(found))
 
 
