@@ -451,9 +451,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of the results")
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
     parser.add_argument("--device", choices=list(SIZES), default="cuda", help="cpu: the same in small")
-    parser.add_argument(
-        "--attention", default="", help="SGLang's attention_backend, or tiles; default: SGLang's choice"
-    )
+    parser.add_argument("--attention", default="", help="SGLang's attention_backend, or tiles; default: triton")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not gpus():
         print("no GPU was found; --device cpu does the same in small. `specactor doctor` says more.", file=sys.stderr)

@@ -4,7 +4,7 @@
 
 Moments and main weights of the experts have one copy among 8 devices, 46 GB on each in float32, too much beside the
 rest: they are in host memory, where Adam computes (625 GB in all, 1010 at a checkpoint). A device then holds at most
-78.8 of 80 GB, as on 8 nodes, by `specactor plan qwen3_30b_a3b_node --devices 8`. A step has as many prompts.
+79.6 of 80 GB, as on 8 nodes, by `specactor plan qwen3_30b_a3b_node --devices 8`. A step has as many prompts.
 """
 
 from dataclasses import replace

@@ -145,10 +145,10 @@ DRAFT_ROWS = 512  # of a draft model's pass over unseen tokens; its other passes
 def guarantee(engine: EngineConfig, *, gpu: bool, dtype: str) -> tuple[str, str]:
     """Return an engine's arithmetic (rows: a product for each; tiles; or the backend whose own kernel it is), and what
     it promises: equal bits where tests have shown them, on CPUs in float32."""
-    default = "" if gpu else "torch_native"
+    default = "triton" if gpu else "torch_native"
     backend = engine.attention.get("attention_backend", default)
     ours = {TILES: "tiles"} if gpu else {"torch_native": "rows"}
-    arithmetic = ours.get(backend, f"{backend or 'SGLang'}'s own kernel")
+    arithmetic = ours.get(backend, f"{backend}'s own kernel")
     return arithmetic, SAME_BITS if arithmetic == "rows" and dtype == "float32" else SAME_LAW
 
 

@@ -75,7 +75,7 @@ def _of_rounds(
     kept = 4.0 * rows * sum({model.vocab for model in (shape, *drafts)})
     in_graphs = 0.0
     for model, most in ((shape, rows), *((draft, of_drafts) for draft in drafts if not draft.reads)):  # a head has none
-        if {"triton", "tiles"} & {*engine.attention.values()}:
+        if engine.attention.get("attention_backend", "triton") in ("triton", "tiles"):
             parts = -(-context // SPLIT) * model.heads / tensor
             of_keys = 8.0 * context + 4.0 * parts * model.head_dim
         else:

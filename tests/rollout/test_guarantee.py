@@ -20,7 +20,7 @@ from specactor.recipes import load
         ({}, False, "float32", "rows", SAME_BITS),
         ({"attention_backend": "intel_amx"}, False, "float32", "intel_amx's own kernel", SAME_LAW),
         ({}, False, "bfloat16", "rows", SAME_LAW),
-        ({}, True, "bfloat16", "SGLang's own kernel", SAME_LAW),
+        ({}, True, "bfloat16", "triton's own kernel", SAME_LAW),
         ({"attention_backend": "torch_native"}, True, "float32", "torch_native's own kernel", SAME_LAW),
         ({"attention_backend": "tiles"}, True, "float32", "tiles", SAME_LAW),
         ({"attention_backend": "fa3"}, True, "bfloat16", "fa3's own kernel", SAME_LAW),

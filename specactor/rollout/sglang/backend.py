@@ -29,11 +29,8 @@ from specactor.types import FinishReason, RolloutRequest
 _MEMORY = ("weights", "kv_cache", "cuda_graph")  # SGLang's names of the memory that can be released
 
 
-def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool, blackwell: bool = False) -> dict[str, Any]:
-    """Return arguments of `sglang.Engine`; `extra_args`, which has none that a setting sets, has the last word.
-
-    Args: whether there are GPUs, also those for which SGLang has other kernels by default.
-    """
+def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[str, Any]:
+    """Return arguments of `sglang.Engine`; `extra_args`, which has none that a setting sets, has the last word."""
     config = spec.config
     arguments: dict[str, Any] = {
         "model_path": spec.model_dir,
@@ -67,14 +64,15 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool, blackwell:
             "cuda_graph_backend_prefill": "disabled",  # those cannot be released for training
             "cuda_graph_bs_decode": graph_sizes(reserve // 2 or config.max_running_requests),
             "moe_runner_backend": "triton",  # the others of Blackwell choose by rows, and permute weights
+            # Its tokens were equal on GPUs (docs/gpu.md). SGLang would take FlashAttention on Hopper, and on Blackwell
+            # FlashInfer, which splits keys otherwise in graphs than without.
+            "attention_backend": "triton",
         }
         if spec.kv_tokens:
             # SGLang would divide what is free, of which the trainer's parameters, on the devices when an engine is
             # replaced, have taken a part: the pool would be smaller, or there would be none. Nearly all of it is more
             # than weights and a pool of a known size take.
             arguments |= {"max_total_tokens": spec.kv_tokens, "mem_fraction_static": 0.99}
-        if blackwell:
-            arguments["attention_backend"] = "triton"  # FlashInfer splits keys otherwise in graphs than without
     else:
         arguments |= {
             "device": "cpu",
@@ -88,13 +86,6 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool, blackwell:
     return arguments | dict(config.extra_args)
 
 
-def on_blackwell() -> bool:
-    """Return whether SGLang takes the GPU for one of compute capability 10 or more."""
-    from sglang.srt.runtime_context import get_platform
-
-    return bool(get_platform().is_blackwell)  # asked of NVML: no CUDA context here
-
-
 class Backend:
     """A running SGLang engine; its coroutines run on `loop`."""
 
@@ -105,7 +96,7 @@ class Backend:
         self._spec = spec
         self._released: set[str] = set()  # kinds of memory that the device has back
         self._engine = _engine_class(fork=not self.gpu)(
-            **server_args(spec, gpu=self.gpu, memory_release=self.memory_release, blackwell=self.gpu and on_blackwell())
+            **server_args(spec, gpu=self.gpu, memory_release=self.memory_release)
         )
         info = self._engine._scheduler_init_result.scheduler_infos[0]
         self.kv_tokens: int = info["max_total_num_tokens"]

@@ -135,7 +135,8 @@ def load_alone(
         "log_level": "warning",
     }
     if torch.cuda.is_available():
-        arguments["cuda_graph_bs_decode"] = graph_sizes(max(DRAFT_ROWS, max_requests))
+        sizes = graph_sizes(max(DRAFT_ROWS, max_requests))
+        arguments |= {"cuda_graph_bs_decode": sizes, "attention_backend": "triton"}  # as engines
     else:
         arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True}
         arguments["disable_cuda_graph"] = True

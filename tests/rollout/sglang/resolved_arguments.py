@@ -67,10 +67,10 @@ def kernels_of(spec: EngineSpec) -> dict[str, object]:
     from sglang.srt.runtime_context import override_platform
     from sglang.srt.server_args import ServerArgs
 
-    from specactor.rollout.sglang.backend import on_blackwell, server_args
+    from specactor.rollout.sglang.backend import server_args
 
     def resolved(spec: EngineSpec, *left_out: str) -> list[object]:
-        arguments = server_args(spec, gpu=True, memory_release=True, blackwell=on_blackwell())
+        arguments = server_args(spec, gpu=True, memory_release=True)
         of_sglang = ServerArgs(**{name: value for name, value in arguments.items() if name not in left_out})
         of_sglang.resolve_once()
         view = resolved_view(of_sglang)

@@ -113,7 +113,7 @@ def test_kernels_that_choose_by_the_number_of_rows_are_left_on_no_gpu(on_hopper:
     """By SGLang's own resolution, of a mixture of experts. Left alone it takes others on Blackwell, and has no graphs
     for more than 256 requests."""
     kernels = on_hopper["kernels"]
-    assert kernels["Hopper"] == ["triton", "fa3", graph_sizes(300)[-1]]
+    assert kernels["Hopper"] == ["triton", "triton", graph_sizes(300)[-1]]
     assert kernels["Blackwell"] == ["triton", "triton", graph_sizes(300)[-1]]
     assert kernels["Blackwell, asked"][:2] == ["triton", "fa4"]
     assert kernels["Hopper, SGLang's"] == ["auto", "fa3", 256]
