@@ -91,9 +91,15 @@ class EngineConfig:
 
     @property
     def attention(self) -> dict[str, str]:
-        """Return SGLang's attention backends by argument, which decide the bits of log-probabilities; none: the
-        device's."""
+        """Return SGLang's attention backends by argument, which decide the bits of log-probabilities, where any is
+        asked for."""
         return {name: str(value) for name, value in self.extra_args.items() if name.endswith("attention_backend")}
+
+    def attention_on(self, *, gpu: bool) -> dict[str, str]:
+        """Return the same with the device's own, where none is asked for."""
+        # Triton's tokens were found equal on GPUs (docs/gpu.md). SGLang would take FlashAttention on Hopper, and on
+        # Blackwell FlashInfer, which splits keys otherwise in graphs than without.
+        return {"attention_backend": "triton" if gpu else "torch_native"} | self.attention
 
     def __post_init__(self) -> None:
         rule = rules_of(self, "rollout.engine")
@@ -145,8 +151,7 @@ DRAFT_ROWS = 512  # of a draft model's pass over unseen tokens; its other passes
 def guarantee(engine: EngineConfig, *, gpu: bool, dtype: str) -> tuple[str, str]:
     """Return an engine's arithmetic (rows: a product for each; tiles; or the backend whose own kernel it is), and what
     it promises: equal bits where tests have shown them, on CPUs in float32."""
-    default = "triton" if gpu else "torch_native"
-    backend = engine.attention.get("attention_backend", default)
+    backend = engine.attention_on(gpu=gpu)["attention_backend"]
     ours = {TILES: "tiles"} if gpu else {"torch_native": "rows"}
     arithmetic = ours.get(backend, f"{backend}'s own kernel")
     return arithmetic, SAME_BITS if arithmetic == "rows" and dtype == "float32" else SAME_LAW

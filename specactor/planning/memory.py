@@ -74,8 +74,8 @@ def _of_rounds(
     of_drafts = min(rows, max(requests, DRAFT_ROWS))
     kept = 4.0 * rows * sum({model.vocab for model in (shape, *drafts)})
     in_graphs = 0.0
-    for model, most in ((shape, rows), *((draft, of_drafts) for draft in drafts if not draft.reads)):  # a head has none
-        if engine.attention.get("attention_backend", "triton") in ("triton", "tiles"):
+    for model, most in ((shape, rows), *((draft, of_drafts) for draft in drafts)):
+        if engine.attention_on(gpu=True)["attention_backend"] in ("triton", "tiles"):
             parts = -(-context // SPLIT) * model.heads / tensor
             of_keys = 8.0 * context + 4.0 * parts * model.head_dim
         else:

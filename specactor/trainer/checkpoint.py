@@ -171,7 +171,7 @@ def _identity(trainer: PolicyTrainer) -> dict[str, Any]:
         "model": {name: getattr(hf, name, None) for name in _MODEL_FIELDS} | {"num_experts": experts, "dtype": dtype},
         "optimizer_state": trainer.config.train.optimizer_state,
         "critic": trainer.critic is not None,
-        "attention": engine.attention,
+        "attention": engine.attention_on(gpu=trainer.device.type == "cuda"),
         "device": trainer.device.type,
     }
 
@@ -205,6 +205,8 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
                 f"{path}: is of another model: {name} is {saved['model'].get(name)}, expected {value}. "
                 "Give --model.path the model that the checkpoint was trained from."
             )
+    if saved["device"] == "cpu":  # once only what was asked for was kept
+        saved = saved | {"attention": {"attention_backend": "torch_native"} | saved["attention"]}
     old, new = saved["layout"]["expert"], now["layout"]["expert"]
     if now["model"]["num_experts"] and (old == 1) != (new == 1):
         can = "1" if old == 1 else f"> 1 (a divisor of {now['model']['num_experts']} experts)"
@@ -228,8 +230,8 @@ def _check_identity(saved: dict[str, Any], now: dict[str, Any], path: Path) -> N
         ),
         (
             "attention",
-            f"with {saved['attention'] or 'no attention backend'} in rollout.engine.extra_args",
-            now["attention"] or "none",
+            f"with {saved['attention'] or 'a backend that SGLang chose'} for attention",
+            now["attention"],
             "the tokens would be those of two runs, since attention backends round differently. Go on with the one it "
             "was saved with",
         ),

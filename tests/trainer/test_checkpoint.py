@@ -107,7 +107,8 @@ def test_a_foreign_model_is_an_error_that_names_the_difference(one_rank: dict[st
 
 def test_another_attention_backend_is_an_error(one_rank: dict[str, Any]) -> None:
     said = one_rank["other attention"]["error"]
-    assert "no attention backend in rollout.engine.extra_args, expected {'attention_backend': 'intel_amx'}" in said
+    own, other = {"attention_backend": "torch_native"}, {"attention_backend": "intel_amx"}
+    assert f"was saved with {own} for attention, expected {other}" in said
 
 
 def test_a_run_goes_on_where_it_was_saved(two_ranks: dict[str, Any], tmp_path: Path) -> None:
@@ -121,6 +122,9 @@ def test_a_run_goes_on_where_it_was_saved(two_ranks: dict[str, Any], tmp_path: P
         named = {"attention": {"attention_backend": "torch_native"}}
         with pytest.raises(CheckpointError, match=f"on device {saved['device']}, expected {now['device']}: the"):
             checkpoint._check_identity(saved | named, now | named, tmp_path)
+    checkpoint._check_identity(on_cpu | {"attention": {}}, on_cpu, tmp_path)  # as once it was kept
+    with pytest.raises(CheckpointError, match="with a backend that SGLang chose for attention, expected"):
+        checkpoint._check_identity(on_gpu | {"attention": {}}, on_gpu, tmp_path)
 
 
 def test_only_the_newest_are_kept_and_unfinished_ones_removed(one_rank: dict[str, Any]) -> None:

@@ -48,6 +48,7 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
         "incremental_streaming_output": False,
         "log_level": "warning",
         "enable_memory_saver": memory_release,
+        **config.attention_on(gpu=gpu),
     }
     reserve = 0
     if spec.speculation.mode != "off":
@@ -64,9 +65,6 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
             "cuda_graph_backend_prefill": "disabled",  # those cannot be released for training
             "cuda_graph_bs_decode": graph_sizes(reserve // 2 or config.max_running_requests),
             "moe_runner_backend": "triton",  # the others of Blackwell choose by rows, and permute weights
-            # Its tokens were equal on GPUs (docs/gpu.md). SGLang would take FlashAttention on Hopper, and on Blackwell
-            # FlashInfer, which splits keys otherwise in graphs than without.
-            "attention_backend": "triton",
         }
         if spec.kv_tokens:
             # SGLang would divide what is free, of which the trainer's parameters, on the devices when an engine is
@@ -76,7 +74,6 @@ def server_args(spec: EngineSpec, *, gpu: bool, memory_release: bool) -> dict[st
     else:
         arguments |= {
             "device": "cpu",
-            "attention_backend": "torch_native",
             "disable_cuda_graph": True,
             "disable_overlap_schedule": True,  # there is no device to overlap with
             "disable_custom_all_reduce": True,

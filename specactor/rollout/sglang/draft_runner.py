@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -217,13 +217,24 @@ class DraftText:
         return [*self.prompt_ids[start:], *self.output_ids]
 
 
+class Positions(NamedTuple):
+    """Of tokens, on the host and on the device."""
+
+    host: Tensor
+    there: Tensor
+
+    def plus(self, number: int, first: int | None = None) -> Positions:
+        """Return the first ones, or all, that many further."""
+        return Positions(self.host[:first] + number, self.there[:first] + number)
+
+
 class DraftBatch:
     """Texts as tensors, those of larger windows first."""
 
     def __init__(self, texts: Sequence[DraftText], device: torch.device, draft_temperature: float) -> None:
         self.texts = texts
-        self.base = torch.tensor([text.length - 1 for text in texts], dtype=torch.int64)
-        """[B] position of the last token, on the CPU."""
+        last = torch.tensor([text.length - 1 for text in texts], dtype=torch.int64)
+        self.base = Positions(last, on_device(last, device))  # of the last tokens
         self.table = on_device([text.row for text in texts], device, torch.int64)  # [B] rows of the page table
         self.seeds = on_device([text.seed for text in texts], device, torch.int64)  # [B]
         temperatures = [[(text.temperature or 1.0) * draft_temperature] for text in texts]
@@ -330,7 +341,8 @@ class DraftRunner:
         counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
         table = torch.tensor([text.row for text, *_ in parts])
         table_R = table.repeat_interleave(torch.tensor(counts))
-        batch = self._batch(on_device(tokens_R, self._device), on_device(table_R, self._device), positions_R)
+        positions = Positions(positions_R, on_device(positions_R, self._device))
+        batch = self._batch(on_device(tokens_R, self._device), on_device(table_R, self._device), positions)
         batch.forward_mode = self._info.ForwardMode.EXTEND
         batch.batch_size = len(parts)
         batch.req_pool_indices = on_device(table, self._device)
@@ -360,7 +372,7 @@ class DraftRunner:
                 runner_up_B = self._sample(others_BV, batch, 0)
             for depth in range(1, batch.texts[0].window):
                 count = batch.count(depth)
-                logits_BV = self._logits(columns[-1][:count], batch.table[:count], batch.base[:count] + depth)
+                logits_BV = self._logits(columns[-1][:count], batch.table[:count], batch.base.plus(depth, count))
                 columns.append(self._sample(logits_BV, batch, depth))
         if self.runners_up is not None:
             columns.append(runner_up_B)
@@ -380,18 +392,19 @@ class DraftRunner:
         draft tokens."""
         from sglang.srt.layers import sampler
 
-        count, likeliest_B = len(logits_BV), logits_BV.argmax(dim=1)
-        if all(text.temperature == 0 for text in batch.texts[:count]):
-            return likeliest_B
-        positions_B = on_device(batch.base[:count] + depth, self._device)
+        count = len(logits_BV)
+        greedy = [text.temperature == 0 for text in batch.texts[:count]]
+        if all(greedy):
+            return logits_BV.argmax(dim=1)
+        positions_B = batch.base.plus(depth, count).there
         if sampling.serves(logits_BV):
             from specactor.rollout.sglang import kernels
 
             of_texts = batch.temperatures[:count], batch.seeds[:count], positions_B, batch.greedy[:count]
             return kernels.draw(logits_BV, *of_texts).tokens
         logq_BV = (logits_BV.float() / batch.temperatures[:count]).log_softmax(dim=1)
-        sampled_B1: Tensor = sampler.multinomial_with_seed(logq_BV, batch.seeds[:count], positions_B)
-        return sampled_B1.view(-1).where(~batch.greedy[:count], likeliest_B)
+        sampled_B: Tensor = sampler.multinomial_with_seed(logq_BV, batch.seeds[:count], positions_B).view(-1)
+        return sampled_B.where(~batch.greedy[:count], logits_BV.argmax(dim=1)) if any(greedy) else sampled_B
 
     def _catch_up(self, batch: DraftBatch) -> Tensor:
         """Return logits [B, V] after each text."""
@@ -421,15 +434,18 @@ class DraftRunner:
         ]
         return rows, [row - 1 for row in accumulate(map(len, unseen))]
 
-    def _columns(self, rows: Sequence[tuple[int, int, int]], batch: DraftBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens and rows of the page table on the device, and positions on the CPU."""
-        tokens_R, texts_R, positions_R = torch.tensor(rows, dtype=torch.int64).unbind(1)
-        return on_device(tokens_R, self._device), batch.table[on_device(texts_R, self._device)], positions_R
+    def _columns(self, rows: Sequence[tuple[int, int, int]], batch: DraftBatch) -> tuple[Tensor, Tensor, Positions]:
+        """Return tokens, rows of the page table, and positions."""
+        columns = torch.tensor(rows, dtype=torch.int64).T.contiguous()
+        tokens_R, texts_R, there_R = on_device(columns, self._device).unbind(0)  # in one copy
+        return tokens_R, batch.table[texts_R], Positions(columns[2], there_R)
 
-    def _logits(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor, wanted_B: Tensor | None = None) -> Tensor:
-        """Return logits [B, V] of the rows `wanted_B`, or of all. Positions are on the CPU. A row reads keys up to its
-        own position, also those of this pass."""
-        batch = self._batch(tokens_R, table_R, positions_R)
+    def _logits(
+        self, tokens_R: Tensor, table_R: Tensor, positions: Positions, wanted_B: Tensor | None = None
+    ) -> Tensor:
+        """Return logits [B, V] of the rows `wanted_B`, or of all. A row reads keys up to its own position, also those
+        of this pass."""
+        batch = self._batch(tokens_R, table_R, positions)
         # Other passes go to the layers directly: SGLang's runner serves the scheduler besides, which takes longer than
         # a small model.
         if (replayed := self._replayed(batch)) is not None:
@@ -453,20 +469,19 @@ class DraftRunner:
         logits: Tensor = self._graphs.execute(batch).next_token_logits
         return logits
 
-    def _batch(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor) -> Any:
+    def _batch(self, tokens_R: Tensor, table_R: Tensor, positions: Positions) -> Any:
         runner = self._runner
-        lengths_R = positions_R + 1
-        positions_R = on_device(positions_R, self._device)
+        lengths = positions.plus(1)
         return self._info.ForwardBatch(
             forward_mode=self._info.ForwardMode.DECODE,
             batch_size=len(tokens_R),
             input_ids=tokens_R.clamp(max=self._vocab_size - 1),  # the target may have ids beyond, for padding
             req_pool_indices=table_R,
-            seq_lens=on_device(lengths_R, self._device),
-            seq_lens_cpu=lengths_R,
-            seq_lens_sum=int(lengths_R.sum()),
-            out_cache_loc=runner.req_to_token_pool.req_to_token[table_R, positions_R].to(torch.int64),
-            positions=positions_R,
+            seq_lens=lengths.there,
+            seq_lens_cpu=lengths.host,
+            seq_lens_sum=int(lengths.host.sum()),
+            out_cache_loc=runner.req_to_token_pool.req_to_token[table_R, positions.there].to(torch.int64),
+            positions=positions.there,
             capture_hidden_mode=self._info.CaptureHiddenMode.NULL,
             spec_algorithm=runner.spec_algorithm,
         )

@@ -24,7 +24,7 @@ from specactor.config import EAGLE3_HEAD
 from specactor.config.rollout import DRAFT_ROWS
 from specactor.cpu import sglang_ops
 from specactor.errors import EngineError
-from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner, is_mtp, num_features
+from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner, Positions, is_mtp, num_features
 
 _KV_CACHE = "kv_cache"  # SGLang's name of the memory that is given back with the KV pool
 MTP_WEIGHTS = "model.mtp_layers."  # how the names of an MTP layer's weights begin in Hugging Face format
@@ -222,8 +222,10 @@ class HeadRunner(DraftRunner):
         self._own_BH = torch.cat(self._caught_up)
         return logits_BV
 
-    def _logits(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor, wanted_B: Tensor | None = None) -> Tensor:
-        logits_BV = super()._logits(tokens_R, table_R, positions_R, wanted_B)
+    def _logits(
+        self, tokens_R: Tensor, table_R: Tensor, positions: Positions, wanted_B: Tensor | None = None
+    ) -> Tensor:
+        logits_BV = super()._logits(tokens_R, table_R, positions, wanted_B)
         if wanted_B is not None:
             self._caught_up.append(self._passed_RH[wanted_B])
         else:
@@ -234,8 +236,8 @@ class HeadRunner(DraftRunner):
         whole_BV[:, self._token_ids] = logits_BV
         return whole_BV
 
-    def _batch(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor) -> Any:
-        return super()._batch(tokens_R, table_R, positions_R - 1)  # pairs count from 0
+    def _batch(self, tokens_R: Tensor, table_R: Tensor, positions: Positions) -> Any:
+        return super()._batch(tokens_R, table_R, positions.plus(-1))  # pairs count from 0
 
     @torch.no_grad()
     def _write_keys(self, batch: DraftBatch) -> None:

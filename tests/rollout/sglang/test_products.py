@@ -23,8 +23,7 @@ def test_rows_keep_their_bits_in_other_tiles_and_in_norms_of_one_kernel() -> Non
     assert all(found["alone"]), "a row has its bits in any company"
     assert found["agree"] == [False, True, False], "tiles of several depths, of one, and one dense tile that is deeper"
     norms = found["norms"]
-    assert norms["far"] <= 2**-6, "two roundings of bfloat16 from SGLang's"
-    assert norms["sums"] == [True, True]
+    assert norms["far"] <= 2**-6, "at most two roundings of bfloat16 from SGLang's"
     assert norms["alone"] == [True, False], "a row has its bits in any company; a wrong version has not"
     assert norms["asked"] == [0, 5], "SGLang's own serves whatever is another norm"
 

@@ -9,7 +9,7 @@ import msgspec
 from torch import Tensor
 
 from specactor.rollout.sglang import rank_calls
-from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner, DraftText
+from specactor.rollout.sglang.draft_runner import DraftBatch, DraftRunner, DraftText, Positions
 from specactor.rollout.sglang.head_runner import HeadRunner, TargetStates
 from specactor.rollout.sglang.model_drafter import ModelDrafter
 from tests.rollout.sglang import probes  # noqa: F401 - its rank calls
@@ -113,8 +113,8 @@ class Shifted(Shared):
 class SkippingRunner(SharedRunner):
     """Drafts are a position further than they are."""
 
-    def _batch(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor) -> Any:
-        batch = super()._batch(tokens_R, table_R, positions_R)
+    def _batch(self, tokens_R: Tensor, table_R: Tensor, positions: Positions) -> Any:
+        batch = super()._batch(tokens_R, table_R, positions)
         if self._own_BH is not None:
             batch.positions = batch.positions + 1
         return batch
@@ -149,9 +149,11 @@ class KeysAlone(Shared):
 class OwnStatesRunner(SharedRunner):
     """Drafts from the states that it began with, and not from its own."""
 
-    def _logits(self, tokens_R: Tensor, table_R: Tensor, positions_R: Tensor, wanted_B: Tensor | None = None) -> Tensor:
+    def _logits(
+        self, tokens_R: Tensor, table_R: Tensor, positions: Positions, wanted_B: Tensor | None = None
+    ) -> Tensor:
         before = self._own_BH
-        logits_BV = super()._logits(tokens_R, table_R, positions_R, wanted_B)
+        logits_BV = super()._logits(tokens_R, table_R, positions, wanted_B)
         if before is not None:
             self._own_BH = before
         return logits_BV
@@ -188,7 +190,7 @@ class ErringRunner(SharedRunner):
 
     def _sample(self, logits_BV: Tensor, batch: DraftBatch, depth: int) -> Tensor:
         tokens_B = super()._sample(logits_BV, batch, depth)
-        wrong_B = (batch.base[: len(tokens_B)] + depth) % 4 == 3
+        wrong_B = batch.base.plus(depth, len(tokens_B)).host % 4 == 3
         return tokens_B.where(~wrong_B.to(tokens_B.device), (tokens_B + 1) % logits_BV.shape[1])
 
 

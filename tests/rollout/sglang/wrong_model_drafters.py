@@ -164,7 +164,7 @@ class ErringRunner(SharedRunner):
 
     def _sample(self, logits_BV: Tensor, batch: DraftBatch, depth: int) -> Tensor:
         tokens_B = super()._sample(logits_BV, batch, depth)
-        wrong_B = (batch.base[: len(tokens_B)] + depth) % 4 == 3
+        wrong_B = batch.base.plus(depth, len(tokens_B)).host % 4 == 3
         return tokens_B.where(~wrong_B.to(tokens_B.device), (tokens_B + 1) % logits_BV.shape[1])
 
 
