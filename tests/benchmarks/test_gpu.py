@@ -71,7 +71,7 @@ def test_a_model_that_has_no_room_is_left_out(tmp_path: Path, monkeypatch: pytes
 def test_the_stage_of_kernels_in_the_interpreter(tmp_path: Path) -> None:
     found = gpu.run("cpu", tmp_path, ["kernels"])["kernels"]
     assert found == {name: {**case, "differ": 0, "bits": 0} for name, case in found.items()}
-    assert sorted(found) == ["products of 256 by 64", "sampling", "tiles of 2 heads, float32"]
+    assert sorted(found) == ["norms of 100", "products of 256 by 64", "sampling", "tiles of 2 heads, float32"]
     assert not gpu.is_right({"kernels": {"sampling": {"rows": 4, "differ": 0, "bits": 1}}})
 
 

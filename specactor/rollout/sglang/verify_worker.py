@@ -249,11 +249,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
                 self._branches.place(batch, rows)
             result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
             batch.reqs = reqs  # SGLang counts those that run
-            output = result.logits_output
-            if output.next_token_logprobs is not None:
-                output.next_token_logprobs = to_host(output.next_token_logprobs)
-            self.meanwhile()
-            samples = result.next_token_ids.tolist()  # waits for the device, and for the copy
+            samples = self._samples(result)
         finally:
             self._branches.give_back()
         paths = self._accepted(running, rows, samples)
@@ -275,6 +271,15 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         times = (entered, decided, self._ended, time.perf_counter())
         self.rounds.verified(*times, requests=len(reqs), rows=rows.total, emitted=sum(map(len, paths)))
         return emitted
+
+    def _samples(self, result: GenerationBatchResult) -> list[int]:
+        """Return the rows' tokens, which the device is waited for; SGLang is handed the last round's meanwhile."""
+        output = result.logits_output
+        if output.next_token_logprobs is not None:
+            output.next_token_logprobs = to_host(output.next_token_logprobs)
+        self.meanwhile()
+        samples: list[int] = result.next_token_ids.tolist()  # the copy is over then, too
+        return samples
 
     def _accepted(self, running: Sequence[_Running], rows: Rows, samples: Sequence[int]) -> list[list[int]]:
         """Return the kept rows per request; their slots are brought to where its next tokens look for them."""

@@ -203,42 +203,49 @@ def accepts_all(right: Function, tree: DraftTree, samples: Sequence[int]) -> lis
     return list(range(tree.num_rows))
 
 
-# Emission. Arguments: the worker, the result with one entry per row, the rows, those kept, committed lengths [B].
+# Emission. Arguments: the result, the rows' tokens, the rows, those kept, committed lengths [B].
 
 Paths = Sequence[Sequence[int]]
 
 
-@in_place_of(Worker, "_emit")
-def emits_the_rejected(right: Function, worker: Any, result: Any, rows: Rows, paths: Paths, base: Tensor) -> Any:
+@in_place_of(verify_worker, "_emit")
+def emits_the_rejected(right: Function, result: Any, tokens: list[int], rows: Rows, paths: Paths, base: Tensor) -> Any:
     """In place of the token that the target has instead."""
+    wrong = list(tokens)
     for tree, first, path in zip(rows.trees, rows.starts, paths, strict=False):
         if path[-1] < len(tree.tokens):
-            result.next_token_ids[first + path[-1]] = tree.tokens[path[-1]]
-    return right(worker, result, rows, paths, base)
+            wrong[first + path[-1]] = tree.tokens[path[-1]]
+    return right(result, wrong, rows, paths, base)
 
 
-@in_place_of(Worker, "_emit")
-def bonus_of_the_row_before(right: Function, worker: Any, result: Any, rows: Rows, paths: Paths, base: Tensor) -> Any:
-    tokens_R = result.next_token_ids.clone()
+@in_place_of(verify_worker, "_emit")
+def bonus_of_the_row_before(
+    right: Function, result: Any, tokens: list[int], rows: Rows, paths: Paths, base: Tensor
+) -> Any:
+    wrong = list(tokens)
     for first, path in zip(rows.starts, paths, strict=False):
         if len(path) > 1:
-            result.next_token_ids[first + path[-1]] = tokens_R[first + path[-2]]
-    return right(worker, result, rows, paths, base)
+            wrong[first + path[-1]] = tokens[first + path[-2]]
+    return right(result, wrong, rows, paths, base)
 
 
-@in_place_of(Worker, "_emit")
-def accepted_of_the_neighbour(right: Function, worker: Any, result: Any, rows: Rows, paths: Paths, base: Tensor) -> Any:
+@in_place_of(verify_worker, "_emit")
+def accepted_of_the_neighbour(
+    right: Function, result: Any, tokens: list[int], rows: Rows, paths: Paths, base: Tensor
+) -> Any:
     """Every request is told how many drafts of the request before it were right."""
     wrong = [
         range(min(len(path), tree.num_rows)) for tree, path in zip(rows.trees, [*paths[-1:], *paths[:-1]], strict=True)
     ]
-    return right(worker, result, rows, wrong, base)
+    return right(result, tokens, rows, wrong, base)
 
 
-@in_place_of(Worker, "_emit")
-def tokens_of_the_neighbour(right: Function, worker: Any, result: Any, rows: Rows, paths: Paths, base: Tensor) -> Any:
+@in_place_of(verify_worker, "_emit")
+def tokens_of_the_neighbour(
+    right: Function, result: Any, tokens: list[int], rows: Rows, paths: Paths, base: Tensor
+) -> Any:
     """Two requests that emit equally many tokens get each other's."""
-    result = right(worker, result, rows, paths, base)
+    result = right(result, tokens, rows, paths, base)
     tokens_BW = result.next_token_ids.view(len(paths), -1)
     for i in range(1, len(paths), 2):
         if len(paths[i - 1]) == len(paths[i]):
@@ -338,10 +345,10 @@ def keeps_keys_of_the_rejected() -> Rehearsed:
     """The token that came in place of a rejected one is read through the keys of the rejected one."""
     rejected: set[str] = set()
 
-    def emit(right: Function, worker: Any, result: Any, rows: Rows, paths: Paths, base: Tensor) -> Any:
+    def emit(right: Function, result: Any, tokens: list[int], rows: Rows, paths: Paths, base: Tensor) -> Any:
         for req, tree, path in zip(_Round.requests, rows.trees, paths, strict=True):
             (rejected.add if len(path) < tree.num_rows else rejected.discard)(req.rid)
-        return right(worker, result, rows, paths, base)
+        return right(result, tokens, rows, paths, base)
 
     def spread(right: Function, batch: Any, rows: Rows, **named: Any) -> None:
         stale = [first for first, req in zip(rows.starts, batch.reqs, strict=False) if req.rid in rejected]
@@ -349,15 +356,15 @@ def keeps_keys_of_the_rejected() -> Rehearsed:
         batch.out_cache_loc[stale] = 0  # SGLang's slot for what nobody reads
 
     heal()
-    patch(Worker, "_emit", emit)
+    patch(verify_worker, "_emit", emit)
     patch(verify_worker, "spread", spread)
     return Rehearsed(learns=False)
 
 
-@in_place_of(Worker, "_emit")
-def counts_a_rejected(right: Function, worker: Any, result: Any, rows: Rows, paths: Paths, base: Tensor) -> Any:
+@in_place_of(verify_worker, "_emit")
+def counts_a_rejected(right: Function, result: Any, tokens: list[int], rows: Rows, paths: Paths, base: Tensor) -> Any:
     """After a rejection a request's length is one too large."""
-    result = right(worker, result, rows, paths, base)
+    result = right(result, tokens, rows, paths, base)
     rejected = [len(path) < tree.num_rows for path, tree in zip(paths, rows.trees, strict=True)]
     result.new_seq_lens = result.new_seq_lens + torch.tensor(rejected)
     return result
