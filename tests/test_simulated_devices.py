@@ -33,6 +33,8 @@ def test_a_round_on_a_device_is_the_same_and_reads_its_samples_alone(found: dict
     assert [len(path) for path in paths] == [2, 3, 1, 2], "a branch, a whole chain, nothing, the first of a chain"
     assert paths[0] != [0, 1]
     assert found["reads of ten rounds"] == 10
+    wrong = [i for i, (x, y) in enumerate(zip(found["no wait"], found["cpu"], strict=True)) if x != y]
+    assert wrong == [3], "a wrong version that does not wait hands out other log-probabilities"
 
 
 def test_nothing_of_ours_makes_a_second_stream() -> None:

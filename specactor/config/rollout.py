@@ -96,7 +96,7 @@ class EngineConfig:
         return {name: str(value) for name, value in self.extra_args.items() if name.endswith("attention_backend")}
 
     def attention_on(self, *, gpu: bool) -> dict[str, str]:
-        """Return the same with the device's own, where none is asked for."""
+        """Return `attention` with the device's own backend, where none is asked for."""
         # Triton's tokens were found equal on GPUs (docs/gpu.md). SGLang would take FlashAttention on Hopper, and on
         # Blackwell FlashInfer, which splits keys otherwise in graphs than without.
         return {"attention_backend": "triton" if gpu else "torch_native"} | self.attention

@@ -84,8 +84,9 @@ def draw(_: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, simple
     return (probs.log() + (noise if simple else 2 * noise)).argmax(-1), None
 
 
-def one_round(device: str, rounds: int = 1) -> list[Any]:
-    """Arrange, sample, keep: all that a round does besides SGLang's forward pass."""
+def one_round(device: str, rounds: int = 1, known: list[int] | None = None) -> list[Any]:
+    """Arrange, sample, keep: all that a round does besides SGLang's forward pass. `known`: tokens for a wrong version,
+    which does not wait for its own."""
     logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
     batch, pool = batch_on(device)
     reqs, found = batch.reqs, []
@@ -101,8 +102,10 @@ def one_round(device: str, rounds: int = 1) -> list[Any]:
         tokens, _mask = sampling.sample_by_kind(draw, None, probs, batch.sampling_info, positions, False)
         output = SimpleNamespace(next_token_logprobs=probs.log()[:, 0])
         result = SimpleNamespace(next_token_ids=tokens, logits_output=output)
-        output.next_token_logprobs = to_host(output.next_token_logprobs)
-        samples = tokens.tolist()
+        if known is None:
+            samples = verify_worker.Worker._samples(SimpleNamespace(meanwhile=lambda: None), result)
+        else:
+            output.next_token_logprobs, samples = to_host(output.next_token_logprobs), known
         paths = []
         for i, (req, tree) in enumerate(zip(reqs, TREES, strict=True)):
             paths.append(accepted_path(tree, samples[rows.starts[i] : rows.starts[i + 1]]))
@@ -432,6 +435,7 @@ def main(library: Path) -> None:
         one_round("cuda", rounds=1)
         found["reads of ten rounds"] = eleven - (len(waits.reads) - before)
         one, other = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
+        found["no wait"] = one_round("cuda", known=found["cpu"][2])
         found["mixed"] = [raised(lambda: one + other), raised(lambda: one + torch.ones(2))]
         found["learning, cuda"] = learning("cuda")
         found["loss, cuda"] = loss("cuda", waits)

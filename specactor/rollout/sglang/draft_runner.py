@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specactor.config import EAGLE3_HEAD
+from specactor.config import EAGLE3_HEAD, EngineConfig
 from specactor.config.rollout import DRAFT_ROWS
 from specactor.rollout.sglang import sampling
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, slot_range
@@ -133,13 +133,12 @@ def load_alone(
         "page_size": 1,
         "cuda_graph_backend_prefill": "disabled",
         "log_level": "warning",
+        **EngineConfig().attention_on(gpu=torch.cuda.is_available()),
     }
     if torch.cuda.is_available():
-        sizes = graph_sizes(max(DRAFT_ROWS, max_requests))
-        arguments |= {"cuda_graph_bs_decode": sizes, "attention_backend": "triton"}  # as engines
+        arguments["cuda_graph_bs_decode"] = graph_sizes(max(DRAFT_ROWS, max_requests))
     else:
-        arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True}
-        arguments["disable_cuda_graph"] = True
+        arguments |= {"device": "cpu", "disable_cuda_graph": True, "disable_overlap_schedule": True}
     return _runner_of(ServerArgs(**arguments))
 
 
@@ -218,7 +217,7 @@ class DraftText:
 
 
 class Positions(NamedTuple):
-    """Of tokens, on the host and on the device."""
+    """Positions of tokens in their texts, on the host and on the device."""
 
     host: Tensor
     there: Tensor

@@ -273,7 +273,7 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return emitted
 
     def _samples(self, result: GenerationBatchResult) -> list[int]:
-        """Return the rows' tokens, which the device is waited for; SGLang is handed the last round's meanwhile."""
+        """Return the rows' tokens once the device has them; SGLang gets those of the last round meanwhile."""
         output = result.logits_output
         if output.next_token_logprobs is not None:
             output.next_token_logprobs = to_host(output.next_token_logprobs)
