@@ -170,11 +170,12 @@ def described(rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
     return (
-        "Why turns had no drafts: shares of those turns, by what the drafter did when the engine looked for drafts, "
-        "by the drafter's own log. It was *busy*: with a step that began before it heard what the round before had "
-        "emitted, for other requests alone, or also for this one, with a text that the news has overtaken; the "
-        "*message* was under way, there or back; or *its own step* went on, with the right text. *Last token*: a round "
-        "that ends the request has no room for drafts. *None chosen*: drafts were there or nobody was asked, and costs "
-        "decided for none. The last column: seconds from the look to the end of the step that made the first usable "
-        "draft, over those of a plain pass, mean of the first four causes.\n\n" + markdown(COLUMNS, rows)
+        "Why turns of `decoupled` had no drafts ([other contestants](paced_turns.csv)): shares of those turns, by what "
+        "the drafter did when the engine looked for drafts, by the drafter's own log. It was *busy*: with a step that "
+        "began before it heard what the round before had emitted, for other requests alone, or also for this one, with "
+        "a text that the news has overtaken; the *message* was under way, there or back; or *its own step* went on, "
+        "with the right text. *Last token*: a round that ends the request has no room for drafts. *None chosen*: there "
+        "were drafts, or nobody was asked, and costs decided for none. Last column: seconds from the look to the end "
+        "of the step that made the first usable draft, over those of a plain pass, mean of the first four causes.\n\n"
+        + markdown(COLUMNS, rows)
     )

@@ -129,6 +129,12 @@ def test_a_page_without_new_runs_keeps_what_was_measured() -> None:
     made, turns = paced.run([], repetitions=9)
     measured = [[row[made.columns.index(name)] for name in (*paced.MEASURED, *paced.WHEN)] for row in made.rows]
     assert measured == [[row[name] for name in (*paced.MEASURED, *paced.WHEN)] for row in known]
+    assert made.summary is not None
+    columns, rows = made.summary
+    shown = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
+    for row in known:
+        if row["contestant"] != "off":
+            assert shown[row["setting"]][row["contestant"]] == row["tokens/s over off"]
     there = (paced.RESULTS / "paced_turns.csv").exists()
     assert turns == ([list(row.values()) for row in stored("paced_turns")] if there else [])
     assert measured, "there is a page"
