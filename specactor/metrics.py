@@ -1,7 +1,7 @@
 """Names and units of all metrics, and where they are written.
 
 Invariants: unknown names are refused; ``metrics.jsonl`` after a resume equals that of an undisturbed run; wandb delays
-training by at most `WANDB_INIT_S`, and its end by a minute.
+training by at most `SILENT_S`, and its end by a minute.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import psutil  # type: ignore[import-untyped]
 from specactor.config import TrackingConfig
 from specactor.errors import SpecActorError, did_you_mean
 from specactor.parallel.devices import gpus
+from specactor.waits import ANSWER_S, SILENT_S
 
 Value = float | int | str
 
@@ -168,8 +169,6 @@ TAIL: dict[str, str] = {
     "stale_tokens": "response tokens trained on that older policies sampled, with rollout.partial",
 }
 _FAMILIES = {"audit": AUDIT, "drafter": DRAFTER, "tail": TAIL}
-
-WANDB_INIT_S = 30  # longest wait when a run starts; uploads run in another process
 
 
 class Tracker(AbstractContextManager["Tracker"]):
@@ -329,8 +328,8 @@ def _start_wandb(run_dir: Path, config_json: Mapping[str, Any], tracking: Tracki
         disable_git=True,
         save_code=False,
         x_disable_stats=not gpus(),  # its samples of a CPU take of the cores that compute
-        init_timeout=WANDB_INIT_S,
-        finish_timeout=60,
+        init_timeout=SILENT_S,
+        finish_timeout=ANSWER_S,
     )
     for mode in ("online", "offline") if online else ("offline",):
         try:

@@ -23,10 +23,7 @@ import msgspec
 
 from specactor.errors import ConfigError
 from specactor.parallel.failure import Member
-
-BEAT_S = 5.0
-LOOK_S = 1.0
-STALE_LOOKS = 60  # without a beat, after which an owner is over. Looks count, not seconds: a disk may hang for all
+from specactor.waits import ANSWER_S, MOMENT_S, SIGN_OF_LIFE_S
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +81,7 @@ class RunOwner:
             fresh = self._file.with_name(f"{self._file.name}.{self.own.token}")
             fresh.write_bytes(msgspec.json.encode(self.own))
             fresh.replace(self._file)
-            time.sleep(LOOK_S)  # another job may take it over at the same time: the last one has it
+            time.sleep(MOMENT_S)  # another job may take it over at the same time: the last one has it
             if self._is_own():
                 break
         self._beats.start()
@@ -112,13 +109,13 @@ class RunOwner:
 
     def _wait_for_end(self) -> None:
         first = self._look()
-        for count in range(STALE_LOOKS):
+        for count in range(round(ANSWER_S / MOMENT_S)):  # looks count, not seconds: a disk may hang for all
             if first is None or (first.owner is not None and first.owner.is_before(self.own)):
                 return
             if count == 0:
-                waits = f"waiting {STALE_LOOKS * LOOK_S:.0f} s at most for a sign of it"
+                waits = f"waiting {ANSWER_S:.0f} s at most for a sign of it"
                 print(f"specactor: {self._folder} belongs to {first}; {waits}", file=sys.stderr, flush=True)
-            time.sleep(LOOK_S)
+            time.sleep(MOMENT_S)
             now = self._look()
             if now is None:
                 return
@@ -131,7 +128,7 @@ class RunOwner:
                 )
 
     def _beat(self) -> None:
-        while not self._closed.wait(BEAT_S):
+        while not self._closed.wait(SIGN_OF_LIFE_S):
             with suppress(OSError):  # a disk that does not answer now is asked again
                 if self._is_own():
                     os.utime(self._file)

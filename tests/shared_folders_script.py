@@ -29,7 +29,7 @@ LATER_S = 2.0
 
 def main(base: Path) -> None:
     dist.init_process_group("gloo")
-    module.HEARTBEAT_S = 0.2
+    module.SIGN_OF_LIFE_S = 0.2
     collective = Collective()
     rank = collective.rank
     os.chdir(base / f"rank-{rank}")

@@ -237,7 +237,7 @@ def test_wandb_that_cannot_start_online_is_a_warning(tmp_path: Path) -> None:
         import specactor.metrics
         from pathlib import Path
         from specactor.config import TrackingConfig
-        specactor.metrics.WANDB_INIT_S = 1
+        specactor.metrics.SILENT_S = 1
         tracker = specactor.metrics.Tracker(Path("run"), {}, TrackingConfig(wandb="online"))
         tracker.log(0, {"reward/mean": 1.0})
         print("offline" if tracker._run.offline else "online")

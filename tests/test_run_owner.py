@@ -25,7 +25,7 @@ AWAY = Member(machine="another", pid=os.getpid())
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("BEAT_S", 0.1), ("LOOK_S", 0.2)):
+    for name, value in (("SIGN_OF_LIFE_S", 0.1), ("MOMENT_S", 0.2)):
         monkeypatch.setattr(run_owner, name, value)
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
@@ -116,7 +116,7 @@ def test_a_silent_host_is_waited_for_whatever_its_clock_says(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(run_owner, "STALE_LOOKS", 3)
+    monkeypatch.setattr(run_owner, "ANSWER_S", 0.6)
     file = write(tmp_path)
     os.utime(file, (time.time() + years * 3e7,) * 2)
     owner, told = on(tmp_path, made)

@@ -25,6 +25,7 @@ PURE = [
     "errors",
     "measurements",
     "types",
+    "waits",
     "data.stream",
     "parallel.layout",
     "rollout.resume",

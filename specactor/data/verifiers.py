@@ -36,6 +36,7 @@ import msgspec
 
 from specactor.errors import DataError, did_you_mean
 from specactor.types import Problem
+from specactor.waits import ANSWER_S, LATE_S, RETRY_PAUSE_S
 
 if TYPE_CHECKING:
     import aiohttp  # takes a quarter of a second, and few need it
@@ -234,8 +235,6 @@ IN_PROCESS = ("exact", "number")
 
 AWAY = (429, 502, 503, 504)  # busy, or what a proxy says of a server that is started again
 MAX_BYTES = 1 << 20  # of an answer that are read
-PAUSE_S = 0.5  # before the second attempt; it doubles every further time
-MAX_PAUSE_S = 5.0
 
 
 class _Answer(msgspec.Struct):
@@ -282,7 +281,7 @@ def remote_verifier(url: str, timeout_s: float | None = None) -> Callable[[str, 
     async def pause(attempt: int, deadline: float, error: Exception) -> None:
         """Wait until the next attempt. Raises `error` where there is none."""
         nonlocal is_away
-        pause_s = min(MAX_PAUSE_S, PAUSE_S * 2 ** min(attempt - 1, 9))
+        pause_s = RETRY_PAUSE_S * 2 ** min(attempt - 1, 3)
         if time.monotonic() + pause_s >= deadline:
             raise error
         if not is_away:  # once, and not for each response that waits
@@ -368,10 +367,10 @@ class MathAnswers:
         command = [sys.executable, "-m", "specactor.data.verifiers", str(self._question_s)]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._owner = os.getpid()
-        if not _read_line(self._child, 60.0):  # it takes about a second, all of it imports
+        if not _read_line(self._child, ANSWER_S):  # it takes about a second, all of it imports
             status = self._end_child()
             raise DataError(
-                f"math-verify: its process did not start within 60 s (status {status}). Install "
+                f"math-verify: its process did not start within {ANSWER_S:g} s (status {status}). Install "
                 "the package math-verify, or use the verifier exact or number."
             )
         return self._child
@@ -388,7 +387,7 @@ class MathAnswers:
             assert pipe is not None
             with suppress(BrokenPipeError):  # what was not sent yet has no reader any more
                 pipe.close()
-        return child.wait(timeout=10.0)
+        return child.wait(timeout=LATE_S)
 
 
 def _read_line(child: subprocess.Popen[bytes], timeout_s: float) -> bytes:

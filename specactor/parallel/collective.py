@@ -28,10 +28,10 @@ from specactor.config import ParallelConfig
 from specactor.errors import ConfigError, PeerFailedError
 from specactor.parallel.layout import Layout, own_device
 from specactor.parallel.seals import TAG_BYTES, Seals, job_key
+from specactor.waits import LATE_S, LOOK_EVERY_S, RETRY_PAUSE_S, SIGN_OF_LIFE_S
 
 T = TypeVar("T")
 
-HEARTBEAT_S = 5.0  # a rank that is busy in `Collective.together` joins an exchange at least this often
 SEE_S = 90.0  # longest wait for what another host has made: NFS keeps what it saw of a folder for up to a minute
 
 _MESSAGE_BYTES = 2**24  # each message is waited for with the group's bound
@@ -126,15 +126,12 @@ def end_in_groups(code: object) -> None:
         os._exit(status)
 
 
-COME_S = 10.0
-
-
-def all_come(store: Store, name: str, ranks: int, *, within_s: float = COME_S) -> bool:
+def all_come(store: Store, name: str, ranks: int, *, within_s: float = LATE_S) -> bool:
     """Return whether so many ranks call this with a name, new to each, in about that time: who has failed knows so
     whether all have."""
     deadline, come = time.monotonic() + within_s, store.add(name, 1)
     while come < ranks and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(LOOK_EVERY_S)
         come = store.add(name, 0)
     return come >= ranks
 
@@ -219,11 +216,11 @@ class Collective:
 
     def together(self, phase: str, work: Callable[[], T]) -> T:
         """Run `work`, which uses no collective, on every rank; return this rank's result when all are done. Busy ranks
-        join an exchange every `HEARTBEAT_S`. An error is raised on its rank, and on others PeerFailedError that names
-        rank and cause."""
+        join an exchange every `SIGN_OF_LIFE_S`. An error is raised on its rank, and on others PeerFailedError that
+        names rank and cause."""
         own = _in_thread(phase, work)
         while True:
-            wait([own], HEARTBEAT_S)
+            wait([own], SIGN_OF_LIFE_S)
             state = _RUNNING if not own.done() else _FAILED if own.exception() is not None else _DONE
             states = self.gather(state, int)
             if _FAILED in states:
@@ -261,7 +258,7 @@ def _see(path: Path, rank: int) -> None:
                 "what rank 0 sees there",
                 "All hosts need the same file system at that path.",
             )
-        time.sleep(0.5)
+        time.sleep(RETRY_PAUSE_S)
         with suppress(OSError), os.scandir(path.parent):  # opened, it is asked for anew, and with it what is not there
             pass
 

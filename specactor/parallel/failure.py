@@ -2,7 +2,7 @@
 
 Invariants: one failure has one report, on stderr, by the first rank with a ticket from the launcher's store (one per
 host where that is gone); a rank that fails because of a peer lets it report first; a rank that torchrun ends is gone at
-once, over several hosts after `LINGER_S`; after Ctrl-C all are gone in `GRACE_S`.
+once, over several hosts after `GRACE_S`; after Ctrl-C all are gone in `LATE_S`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from specactor.errors import PeerFailedError, SpecActorError
+from specactor.waits import GRACE_S, LATE_S, LOOK_EVERY_S, MOMENT_S
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-GRACE_S = 10.0  # longest wait for a lost peer's own report, and for an orderly end after Ctrl-C
-LINGER_S = 5.0
-"""Over several hosts a failed rank, and the launcher's store with it, stays for so long: other hosts' ranks ask it
-whether someone has reported. Where it is gone, the first rank of a host that is still there reports."""
 RESUME = "Continue with the same command and --resume auto."
 
 TICKETS = "specactor/failed_ranks"
-_LOOK_EVERY_S = 0.1
-_NOTICE_S = 1.0  # longest time between a peer's closed connections and its end
 
 
 class View(NamedTuple):
@@ -139,31 +134,33 @@ class Failures:
             with suppress(OSError, ValueError):  # who read it may be gone, and this rank has to end all the same
                 print(f"{trace}{line}", file=sys.stderr, flush=True)
         if self.over_hosts():
-            time.sleep(LINGER_S)
+            # The launcher's store stays with this rank: other hosts' ranks ask it whether someone has reported. Where
+            # it is gone, the first rank of a host that is still there reports.
+            time.sleep(GRACE_S)
 
     def on_reported(self, left: threading.Event) -> None:
-        """Remember that some rank has reported, in case the store goes; end after GRACE_S unless this rank has `left`:
+        """Remember that some rank has reported, in case the store goes; end after LATE_S unless this rank has `left`:
         its main thread may be stuck in a collective, in NCCL's for half an hour."""
         self._told = True
-        if not left.wait(GRACE_S):
+        if not left.wait(LATE_S):
             self._end(1)
 
     def wait_for_report(self) -> None:
-        """Wait until another rank has reported, at most `GRACE_S`."""
-        deadline = time.monotonic() + GRACE_S
+        """Wait until another rank has reported, at most `LATE_S`."""
+        deadline = time.monotonic() + LATE_S
         while self._store is not None and time.monotonic() < deadline and self._tickets(0) == 0:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)
 
     def lost(self) -> str:
         """Return which ranks of this machine are gone, unless another rank has reported."""
         mine = Member.here()
-        deadline = time.monotonic() + _NOTICE_S
+        deadline = time.monotonic() + MOMENT_S  # from a peer's closed connections to its end
         while True:
             gone = [(rank, m.pid) for rank, m in enumerate(self._members) if m.machine == mine.machine and m.gone()]
             told = self.over_hosts() and self._tickets(0) > 0
             if gone or told or not self._members or time.monotonic() > deadline:
                 return ", ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)
 
     def over_hosts(self) -> bool:
         return len({member.machine for member in self._members}) > 1
@@ -188,14 +185,14 @@ class Failures:
         self._end(128 + signal.SIGTERM)
 
     def on_sigint(self) -> None:
-        """End after GRACE_S, since the main thread, which gets KeyboardInterrupt, may be stuck."""
-        time.sleep(GRACE_S)
+        """End after LATE_S, since the main thread, which gets KeyboardInterrupt, may be stuck."""
+        time.sleep(LATE_S)
         self._end(128 + signal.SIGINT)
 
     def _end(self, code: int) -> None:
         last = threading.Thread(target=self.on_end, daemon=True)
         last.start()
-        last.join(_NOTICE_S)  # a disk may hang
+        last.join(MOMENT_S)  # a disk may hang
         os._exit(code)
 
     def _tickets(self, more: int) -> int:
@@ -278,7 +275,7 @@ def _signals(actions: dict[signal.Signals, Callable[[], None]]) -> Iterator[None
         signal.set_wakeup_fd(wakeup)
         signal.signal(signal.SIGTERM, before)
         theirs.close()
-        watcher.join(_NOTICE_S)
+        watcher.join(MOMENT_S)
         ours.close()
 
 

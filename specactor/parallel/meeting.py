@@ -31,10 +31,8 @@ from specactor.config.rules import flat
 from specactor.errors import ConfigError, PeerFailedError
 from specactor.parallel.failure import TICKETS, Member
 from specactor.parallel.seals import KEY, job_key, mark
+from specactor.waits import BULK_S, MOMENT_S, SIGN_OF_LIFE_S, SILENT_S
 
-MEET_S = 300.0
-"""Longest wait for the last rank: hosts that read their packages from one disk may differ by minutes."""
-CONNECT_S = 30.0  # longest wait for the launcher's store, which was there before this rank
 _PACKAGES = ("torch", "megatron-core", "mbridge", "sglang", "transformers")
 _TOKEN = "specactor/token"
 # The variable that names the network interface between hosts; `meet` sets it where nobody did.
@@ -95,12 +93,12 @@ def _hold(store: Store, own: Greeting, world: int) -> tuple[str, str, list[Greet
     greetings = [own]
     for other in range(1, world):
         try:
-            store.wait([f"{token}/{other}"], timedelta(seconds=MEET_S))
+            store.wait([f"{token}/{other}"], timedelta(seconds=BULK_S))
         except RuntimeError:
             raise ConfigError.at(
                 "launcher",
                 f"nothing from rank {other} of {world}",
-                f"a word from it within {MEET_S:g} s",
+                f"a word from it within {BULK_S:g} s",
                 "The log of its host says why: it may not have started, or not reach this one.",
             ) from None
         greetings.append(msgspec.json.decode(store.get(f"{token}/{other}"), type=Greeting))
@@ -112,27 +110,27 @@ def _hold(store: Store, own: Greeting, world: int) -> tuple[str, str, list[Greet
 
 def _join(store: Store, own: Greeting, rank: int) -> tuple[str, str, list[Greeting]]:
     """Answer until a verdict, maybe after an earlier start's, names this process."""
-    store.set_timeout(timedelta(seconds=MEET_S))
-    deadline = time.monotonic() + 2 * MEET_S
+    store.set_timeout(timedelta(seconds=BULK_S))
+    deadline = time.monotonic() + 2 * BULK_S
     while time.monotonic() < deadline:
         try:
             token = store.get(_TOKEN).decode()
             store.set(f"{token}/{rank}", msgspec.json.encode(own).decode())
-            store.wait([f"{token}/verdict"], timedelta(seconds=1.0))
+            store.wait([f"{token}/verdict"], timedelta(seconds=MOMENT_S))
             problem, ranks = msgspec.json.decode(store.get(f"{token}/verdict"), type=_Verdict)
             if own.nonce in {each.nonce for each in ranks}:
                 return token, problem, ranks
-            time.sleep(1.0)
+            time.sleep(MOMENT_S)
         except DistStoreError:  # it was not there in time: another start may have begun meanwhile
             continue
         except DistNetworkError as error:
             raise PeerFailedError(f"meeting: the launcher on the host of rank 0 is gone ({error})") from None
-    raise PeerFailedError(f"meeting: got no verdict of rank 0 within {2 * MEET_S:g} s, expected one. See its log.")
+    raise PeerFailedError(f"meeting: got no verdict of rank 0 within {2 * BULK_S:g} s, expected one. See its log.")
 
 
 def _connected(head: str, port: int) -> Store:
     try:
-        return TCPStore(head, port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
+        return TCPStore(head, port, is_master=False, timeout=timedelta(seconds=SILENT_S))
     except RuntimeError:
         raise ConfigError.at(
             "launcher",
@@ -173,9 +171,6 @@ def program() -> str:
     return f"specactor {digest.hexdigest()} (python {platform.python_version()}, {versions})"
 
 
-SILENT_S = 30.0  # a host not heard of for so long is lost
-_BEAT_S = 2.0
-_LOOK_S = 0.5
 _LEFT = 1 << 40  # more beats than there will be: the host has left without an error
 
 
@@ -213,7 +208,7 @@ class HostWatch:
         self._has_failed = kind is not None
         self._stop.set()
         for thread in self._threads:
-            thread.join(2 * _BEAT_S)
+            thread.join(2 * SIGN_OF_LIFE_S)
 
     def _beat(self) -> None:
         while not self._stop.is_set():
@@ -223,12 +218,12 @@ class HostWatch:
                 # Where the store is gone for good so is the launcher, and this rank with it; else it is asked again.
                 if not self._stop.is_set():
                     print(f"specactor: rank {self._rank}: no beat: {error}. It is tried again.", file=sys.stderr)
-                self._stop.wait(_BEAT_S)
+                self._stop.wait(SIGN_OF_LIFE_S)
 
     def _exchange(self, store: Store) -> None:
         going = True
         while going:
-            going = not self._stop.wait(_BEAT_S)
+            going = not self._stop.wait(SIGN_OF_LIFE_S)
             leaves_well = not going and not self._has_failed and self._rank == self._first
             store.add(f"beats/{self._first}", _LEFT if leaves_well else 1)
             for rank in tuple(self._heard_s):
@@ -244,11 +239,11 @@ class HostWatch:
 
     def _look(self) -> None:
         before_s = time.monotonic()
-        while not self._stop.wait(_LOOK_S):
+        while not self._stop.wait(MOMENT_S):
             now_s = time.monotonic()
-            late_s, before_s = now_s - before_s - _LOOK_S, now_s
+            late_s, before_s = now_s - before_s - MOMENT_S, now_s
             for rank, heard_s in tuple(self._heard_s.items()):
-                if late_s > _LOOK_S:
+                if late_s > MOMENT_S:
                     self._heard_s[rank] = heard_s + late_s
                 elif now_s - heard_s > SILENT_S:
                     self._on_silent(

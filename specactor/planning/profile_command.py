@@ -30,21 +30,21 @@ from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError, PlanError
 from specactor.parallel.devices import gpus, numbers
 from specactor.parallel.layout import ModelShape
-from specactor.planning.profile_grid import SEEN, Cell, beside, by_requests, cells, cost_table
+from specactor.planning.profile_grid import Cell, beside, by_requests, cells, cost_table
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, DrafterAccess
 from specactor.rollout.drafter_start import Host, draft_shape, make_specs
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.sglang.speculation_calls import CONFIGURE, ROUNDS, Rounds
-from specactor.rollout.speculation.costs import METHOD, CostTable, Point, ProcessCosts
+from specactor.rollout.speculation.costs import METHOD, MIN_ROUNDS, CostTable, Point, ProcessCosts
 from specactor.rollout.speculation.registry import check_drafters
 from specactor.types import RolloutRequest, SamplingParams
 
 # Its drafts fill their windows and are nearly always wrong, so that requests stay together in a timed verification.
 FILLER = "specactor.rollout.speculation.registry:Filler"
 PASSES = 3
-ROUNDS_PER_PASS = 6
+ROUNDS_PER_PASS = 1 + MIN_ROUNDS
 """Full rounds of every cell, at least, where drafts are wrong. The first is not counted: a draft model sees the prompts
 in it, and all else is done for the first time."""
 
@@ -393,6 +393,6 @@ def _drafted(
         engine.generate(requests_of(config, size, sizes, tokens))
         work = process.work(trace=False)
         turns += work.turns if work is not None else []
-        if is_late() or sum(n == size for n, _, _ in turns) >= SEEN:
+        if is_late() or sum(n == size for n, _, _ in turns) >= MIN_ROUNDS:
             break
     return turns, _rounds_of(engine)

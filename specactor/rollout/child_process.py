@@ -24,8 +24,8 @@ import msgspec
 from specactor.errors import EngineError
 from specactor.rollout import frames, process_guard, warm_starter
 from specactor.rollout.frames import Failed, ProtocolError
+from specactor.waits import LATE_S
 
-END_TIMEOUT_S = 10.0  # longest wait for each way to end it
 RESTARTS_WITHIN = 100  # steps, or rollouts, in which its owner counts deaths: those of long ago say nothing of it
 _LOG_TAIL_LINES, _LOG_TAIL_BYTES = 20, 2**16
 _MODULE = "specactor.rollout.process_guard"
@@ -171,7 +171,7 @@ class ChildProcess(Generic[Answer]):
 
     def reap(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_TIMEOUT_S)
+            self._process.wait(LATE_S)
 
     def stop(self) -> None:
         """End it orderly, once it has started, or else `kill` it."""
@@ -190,7 +190,7 @@ class ChildProcess(Generic[Answer]):
         with contextlib.suppress(OSError):  # it was closed before
             self._connection.shutdown(socket.SHUT_RDWR)  # which wakes the threads
         for thread in self._threads:
-            thread.join(END_TIMEOUT_S)
+            thread.join(LATE_S)
         self._connection.close()
         process_guard.sweep(self.pid)
 

@@ -30,6 +30,7 @@ from specactor.rollout import resume
 from specactor.rollout.endpoint import ChatCall, Endpoint, is_refusal
 from specactor.rollout.session import TURN, Parse, Session
 from specactor.types import Problem, RolloutRequest, Trajectory
+from specactor.waits import MOMENT_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
     ) -> None:
         """Begin the conversations of `requests`, if their problem has an environment, whose calls get `timeout_s`."""
         self._tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, max_prompt_tokens
-        self._patience_s = timeout_s + 1.0  # until a call that ignores its cancellation is given up
+        self._patience_s = timeout_s + MOMENT_S  # until a call that ignores its cancellation is given up
         self._threads: list[threading.Thread] = []
         # by time, since all calls have as long; outdated ones are skipped
         self._deadlines: deque[tuple[float, str]] = deque()

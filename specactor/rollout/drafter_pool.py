@@ -20,16 +20,10 @@ from specactor.rollout.child_process import RESTARTS_WITHIN, StartRefusedError
 from specactor.rollout.decoupled.spec import DrafterSpec, Work
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.speculation.costs import METHOD
+from specactor.waits import ANSWER_S, LATE_S, LOOK_EVERY_S, MOMENT_S, RETRY_PAUSE_S
 
 if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights
-
-LOOK_EVERY_S = 0.2
-PAUSE_S = 0.5
-WAIT_S = 10.0  # longest wait for all to sleep, after a batch (others are ended), or to take new weights
-ANSWER_S = 1.0  # of that, what each may take to say that it sleeps, also after others were waited for
-# answers wait for a batch: seconds where many prompts are read; the first batch may also build kernels
-SILENT_LIMIT_S = 60.0
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,7 +68,7 @@ class DrafterPool(contextlib.AbstractContextManager["DrafterPool"]):
 
     def _wait_ready(self, index: int) -> None:
         spec = self.drafters[index].spec
-        limit_s, pause_s, until = spec.start_timeout_s, PAUSE_S, math.inf
+        limit_s, pause_s, until = spec.start_timeout_s, RETRY_PAUSE_S, math.inf
         for left in range(spec.max_restarts, -1, -1):
             try:
                 self.drafters[index].wait_ready(min(limit_s, until - time.monotonic()))
@@ -102,18 +96,18 @@ class DrafterPool(contextlib.AbstractContextManager["DrafterPool"]):
             return any(drafter.wants(version) for drafter in self._learning())
 
     def renew(self, weights: DraftWeights) -> tuple[list[str], float]:
-        """Bring new weights to all with older ones at once, in at most `WAIT_S`; return the reasons of those
+        """Bring new weights to all with older ones at once, in at most `LATE_S`; return the reasons of those
         without them, and the seconds taken."""
         began_s = time.monotonic()
 
         def bring(drafter: DrafterProcess) -> tuple[str, float]:
-            return drafter.renew(weights, timeout_s=WAIT_S), time.monotonic() - began_s
+            return drafter.renew(weights, timeout_s=LATE_S), time.monotonic() - began_s
 
         with self._lock:
             wanting = [drafter for drafter in self._learning() if drafter.wants(weights.draft_version)]
             with ThreadPoolExecutor(max_workers=max(1, len(wanting))) as threads:
                 said = list(threads.map(bring, wanting))
-        answered_s = max((spent_s for _, spent_s in said if spent_s < WAIT_S), default=0.0)
+        answered_s = max((spent_s for _, spent_s in said if spent_s < LATE_S), default=0.0)
         return [problem for problem, _ in said if problem], answered_s
 
     def oldest_version(self) -> int | None:
@@ -170,7 +164,7 @@ class DrafterPool(contextlib.AbstractContextManager["DrafterPool"]):
     def _settle(self) -> None:
         """Let all sleep; end late or, on GPUs, starting ones."""
         with self._replacing, self._lock:
-            deadline = time.monotonic() + WAIT_S
+            deadline = time.monotonic() + LATE_S
             self._rollouts += 1
             self._free.clear()
             lent = [i for i, drafter in enumerate(self.drafters) if drafter.spec.engine is not None and drafter.alive]
@@ -187,7 +181,8 @@ class DrafterPool(contextlib.AbstractContextManager["DrafterPool"]):
         """Return whether it sleeps in time, is gone, or may go on starting."""
         if drafter.started is None:
             return not (drafter.alive and self._on_gpus)
-        return drafter.sleep(timeout_s=max(ANSWER_S, deadline - time.monotonic()))
+        # Others may have taken all the time.
+        return drafter.sleep(timeout_s=max(MOMENT_S, deadline - time.monotonic()))
 
     def _end_late(self, late: Sequence[int]) -> None:
         """End them together, as each may take seconds; no deaths are counted."""
@@ -227,13 +222,13 @@ class DrafterPool(contextlib.AbstractContextManager["DrafterPool"]):
         drafter = self.drafters[index]
         spec = drafter.spec
         with self._lock:
-            hangs = drafter.alive and drafter.hangs(SILENT_LIMIT_S)
+            hangs = drafter.alive and drafter.hangs(ANSWER_S)
             if drafter.alive and not hangs:
                 if drafter.leaving:
                     drafter.sleep(timeout_s=0.0)
                 return
         if hangs:
-            _LOG.warning("drafter %d was silent for %g s, and is ended", spec.index, SILENT_LIMIT_S)
+            _LOG.warning("drafter %d was silent for %g s, and is ended", spec.index, ANSWER_S)
             drafter.kill()
         if (gone_s := self._gone_s[index]) is None:
             self._gone_s[index] = gone_s = now_s
@@ -249,7 +244,7 @@ class DrafterPool(contextlib.AbstractContextManager["DrafterPool"]):
                 return  # the device may be the trainer's now, or its engine's
         deaths, late = len(self._died[index]), self._late[index]
         # Again after at most `max_restarts` deaths, and as many late ends in a row, each time twice as long after.
-        pause_s = PAUSE_S * 2 ** max(0, deaths + late - 1)
+        pause_s = RETRY_PAUSE_S * 2 ** max(0, deaths + late - 1)
         if max(deaths, late) <= spec.max_restarts and now_s - gone_s >= pause_s:
             self._gone_s[index] = None  # if the next line raises, it is found dead again
             successor = DrafterProcess(spec)

@@ -30,11 +30,10 @@ from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.speculation.drafter_set import ABSENT
 from specactor.rollout.waiting import Waiting
 from specactor.types import RolloutRequest, Trajectory
+from specactor.waits import LOOK_EVERY_S
 
 REPORT_TOKENS = 64  # an engine reports a running request every so many tokens
 
-POLL_S = 0.02  # between two looks at what other ranks have told
-ASK_EVERY_S = 0.1  # between two looks whether to wake a drafter: events come by the hundred per second
 NOTICE_ROUNDS = 2.0**ABSENT  # until an engine that found no drafter looks for one again
 Running = Iterable[tuple[int, int]]  # tokens emitted, and at most, of each running request
 
@@ -172,7 +171,7 @@ class Driver:
         try:
             # Other ranks tell what they have found of their groups.
             polls = self._refill is not None or self._is_enough is not None
-            waits = [conversations.wait_s() if conversations else None, POLL_S if polls else None]
+            waits = [conversations.wait_s() if conversations else None, LOOK_EVERY_S if polls else None]
             found.append(self._events.get(timeout=min((s for s in waits if s is not None), default=None)))
             while conversations:  # turns that are there together are sent together
                 found.append(self._events.get_nowait())
@@ -336,7 +335,7 @@ class Driver:
         """Stop where other ranks have completed what was missing."""
         if self._is_enough is None or self._stopping or time.monotonic() < self._look_at_s:
             return
-        self._look_at_s = time.monotonic() + POLL_S  # many ranks ask one store
+        self._look_at_s = time.monotonic() + LOOK_EVERY_S  # many ranks ask one store
         if self._is_enough(0):
             self._stop()
 
@@ -399,8 +398,8 @@ class BorrowedDevices:
             self._dry.add(engine)
             self._drafters.free(self._engines[engine].index)
         now_s = self._clock()
-        # One that is awake drafts for all, also for a dead engine's successor.
-        if now_s - self._asked_s < ASK_EVERY_S or self._drafters.any_awake() or not rounds:
+        # Events come by the hundred per second. One that is awake drafts for all, also for a dead engine's successor.
+        if now_s - self._asked_s < LOOK_EVERY_S or self._drafters.any_awake() or not rounds:
             return
         self._asked_s = now_s
         wakes = [(self._drafters.wake_s(self._engines[engine].index), engine) for engine in dry]

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from specactor.waits import ANSWER_S, MOMENT_S
+
 MODEL = "policy"  # the name of what is trained; calls may give any other
-SILENT_S = 60.0
-"""Without a byte. OpenAI's client hangs up after 600 s, and asks again: long answers would never arrive."""
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -126,7 +126,7 @@ class Endpoint:
     async def _start(self) -> str:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/v1/chat/completions", self._complete)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=MOMENT_S, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -138,7 +138,7 @@ class Endpoint:
         for task in left:
             task.cancel()
         if left:
-            await asyncio.wait(left, timeout=1.0)
+            await asyncio.wait(left, timeout=MOMENT_S)
 
     def _session(self, request: web.Request) -> Callable[[ChatCall], None]:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -167,12 +167,13 @@ class Endpoint:
 
 
 async def _answer(request: web.Request, call: ChatCall, head: dict[str, Any]) -> web.StreamResponse:
-    """Send the choices when all are there, and until then, from `SILENT_S` on, what clients read over."""
+    """Send the choices when all are there, and until then, from `ANSWER_S` on, what clients read over: OpenAI's hangs
+    up after 600 s without a byte, and asks again, so that long answers would never arrive."""
     kind = "text/event-stream" if call.body.stream else "application/json"
     response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
     waiting = asyncio.ensure_future(_parts(call))
     try:
-        while not (await asyncio.wait({waiting}, timeout=SILENT_S))[0]:
+        while not (await asyncio.wait({waiting}, timeout=ANSWER_S))[0]:
             if not response.prepared:
                 await response.prepare(request)
             await response.write(b":\n\n" if call.body.stream else b" ")

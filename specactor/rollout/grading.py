@@ -28,12 +28,12 @@ from specactor.errors import DataError, EngineError
 from specactor.rollout import frames
 from specactor.rollout.child_process import Call, ChildProcess
 from specactor.types import Problem, Trajectory
+from specactor.waits import ANSWER_S, LATE_S, MOMENT_S
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GROW_S = 2.0  # a response's wait until another process is started: most verifiers need one
-NEW_S = 10.0  # the first answer's time, with the verifier's imports, until others are started
 MAX_HUNG = 8  # in a row, until a verifier is not asked again in this rollout
 LOG_BYTES = 2**28  # of what verifiers print, which is emptied beyond
 TOGETHER = 64  # asynchronous verifiers that are awaited at a time
@@ -157,7 +157,7 @@ class Grading(contextlib.AbstractContextManager["Grading"]):
         if not self._waiting or self._idle or begun >= self._most or now < self._grow_from_s:
             return
         if not begun or now - min(asked.since_s for asked in self._waiting) >= GROW_S:
-            self._grow_from_s = now + (GROW_S if begun else NEW_S)
+            self._grow_from_s = now + (GROW_S if begun else LATE_S)  # the first one's answer waits for imports
             thread = threading.Thread(target=self._work, name=f"grading-{begun}", daemon=True)
             # Where the system gives no further thread, those there are go on.
             with contextlib.suppress(RuntimeError) if begun else contextlib.nullcontext():
@@ -172,7 +172,7 @@ class Grading(contextlib.AbstractContextManager["Grading"]):
             try:
                 child = child or self._started()
                 with child.call(Ask([(one.response, one.problem) for one in asked], self._timeout_s)) as call:
-                    deadline = time.monotonic() + self._timeout_s + 1.0  # then its process is ended
+                    deadline = time.monotonic() + self._timeout_s + MOMENT_S  # then its process is ended
                     while left:
                         answer = self._answer(call, deadline)
                         self._hung[asked[answer.job].problem.verifier] = 0
@@ -253,7 +253,7 @@ class Grading(contextlib.AbstractContextManager["Grading"]):
                 log_file=self._log_file,
             )
             self._children.append(child)
-        child.wait_ready(60.0)
+        child.wait_ready(ANSWER_S)
         return child
 
     def _end(self, child: ChildProcess[FromGrader] | None) -> None:

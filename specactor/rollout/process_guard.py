@@ -27,7 +27,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-GRACE_S = 5.0  # time that the guarded process has for an orderly end
+from specactor.waits import GRACE_S
+
 TEMPORARY = Path("/tmp")  # where temporary folders are made; sockets in them allow no long path
 SHARED_FILES = "shared-files"  # lists files in /dev/shm that go with the folder, a path or pattern per line
 _SHARED = Path("/dev/shm")

@@ -26,6 +26,7 @@ from setproctitle import setproctitle
 
 from specactor.cpu import sglang as cpu
 from specactor.rollout.process_guard import die_with
+from specactor.waits import ANSWER_S, MOMENT_S
 
 NAME = "SPECACTOR_STARTER"  # environment variable with the name of the starter's abstract socket
 _MODULES = (
@@ -49,7 +50,6 @@ _READ_ON_IMPORT = (  # Libraries read these once, so a child must have them as t
 )
 # These are read when an engine starts; torch itself sets the last one on import.
 _READ_LATE = ("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_EAGER_INPUT_NO_COPY", "TORCHINDUCTOR_CACHE_DIR")
-_TIMEOUT_S = 60.0  # longest wait for a child; a process that waited in vain asks the starter no more
 _GO = b"go"  # the caller has the child, which does nothing until then: a caller that gave up starts its own
 _Order = tuple[str, tuple[str, ...], dict[str, str], str]  # module, its arguments, environment, working folder
 
@@ -132,7 +132,7 @@ def fork(
     bare = {k: v for k, v in environment.items() if k != NAME}
     order = msgspec.json.encode((module, arguments, bare, os.getcwd()))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(_TIMEOUT_S)
+        connection.settimeout(ANSWER_S)
         try:
             connection.connect("\0" + name)
             if not _is_ours(connection):
@@ -170,7 +170,7 @@ def main() -> None:
         return
     setproctitle("specactor: warm starter")  # finds its place while the environment is still the first one
     listener = socket.socket(fileno=arguments.fd)
-    listener.settimeout(1.0)  # whoever called may have gone before `accept`
+    listener.settimeout(MOMENT_S)  # whoever called may have gone before `accept`
     os.set_inheritable(arguments.fd, False)
     settings = _relevant(os.environ)
     _import()
@@ -202,7 +202,7 @@ def _import() -> None:
 
 
 def _serve(connection: socket.socket, listener: socket.socket, settings: Mapping[str, str]) -> None:
-    connection.settimeout(1.0)
+    connection.settimeout(MOMENT_S)
     files: list[int] = []
     try:
         if not _is_ours(connection):
@@ -234,7 +234,7 @@ def _become(order: _Order, fd: int, log: int, ours: tuple[socket.socket, socket.
         os.setsid()
         listener, connection = ours
         listener.close()
-        connection.settimeout(_TIMEOUT_S)
+        connection.settimeout(ANSWER_S)
         if connection.recv(len(_GO)) != _GO:
             os._exit(0)
         connection.close()

@@ -16,7 +16,7 @@ from specactor.errors import PlanError
 from specactor.planning.plans import Candidates, Cluster, Mode, RolloutPlan, VerifierOption
 from specactor.planning.search import search
 from specactor.rollout.speculation.acceptance import AcceptanceModel
-from specactor.rollout.speculation.costs import MIN_RATIOS, OnlineCosts
+from specactor.rollout.speculation.costs import MIN_ROUNDS, OnlineCosts
 from specactor.rollout.speculation.drafter import DraftSequence
 from specactor.rollout.speculation.planner import of_drafter
 from specactor.rollout.speculation.windows import OFF as NO_DRAFTER
@@ -304,4 +304,4 @@ def show(
 
     for method in [of.drafter] if drafting else list(engine.decider.acceptance):
         verifies(method, of.windows if drafting else np.full(requests, max_window), each if drafting else 1)
-    engine.decider.took(of, requests=requests, seconds=engine.first_round_s, rounds=int(min(rounds, MIN_RATIOS)))
+    engine.decider.took(of, requests=requests, seconds=engine.first_round_s, rounds=int(min(rounds, MIN_ROUNDS)))

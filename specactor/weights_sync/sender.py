@@ -22,6 +22,7 @@ import torch
 from specactor.config import WeightsSyncConfig
 from specactor.errors import CopiesDifferError, EngineError, WeightSyncError
 from specactor.parallel.collective import Collective
+from specactor.waits import BULK_S
 from specactor.weights_sync.memory import SharedBuffer, SharedCopy, pack, room_bytes
 from specactor.weights_sync.messages import (
     CHECK,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from specactor.rollout.sglang.engine_client import Engine
     from specactor.trainer.shards import RankShards
 
-TIMEOUT_S = 300.0  # longest wait for an engine's answer to any call: to a bucket, or to copy a whole model by a plan
 MOST_KEPT = 128  # mirrors that a host keeps until they are loaded: each is a file and, in every engine rank, a view
 
 
@@ -400,7 +400,7 @@ class Push:
         return self._answers
 
     def _ask(self, engine: Engine, call: str, payload: bytes) -> None:
-        replies = engine.rank_call(call, payload, timeout_s=TIMEOUT_S)
+        replies = engine.rank_call(call, payload, timeout_s=BULK_S)
         answers = [msgspec.msgpack.decode(reply, type=Answer) for reply in replies]
         for rank, answer in enumerate(answers):
             if answer.problem:

@@ -36,7 +36,7 @@ def main() -> None:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group("fake", store=dist.PrefixStore("test", store), rank=rank, world_size=world)
-    module.HEARTBEAT_S = 0.2
+    module.SIGN_OF_LIFE_S = 0.2
     collective = Collective()
     rank = collective.rank
     seen: dict[str, object] = {"rank": rank}

@@ -18,6 +18,7 @@ import pytest
 from specactor.errors import EngineError, PeerFailedError
 from specactor.parallel import collective, failure
 from specactor.parallel.failure import Member, failure_guard
+from specactor.waits import LATE_S
 
 TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train_moe.py"
 
@@ -65,7 +66,7 @@ def test_what_a_collective_says_of_a_rank_that_is_gone(
 ) -> None:
     """Gloo's words, NCCL's and torch's; then the report names the rank, and else the error."""
     monkeypatch.setattr(failure.Failures, "lost", lambda _: "rank 1 (process 7)")
-    monkeypatch.setattr(failure, "GRACE_S", 0.0)
+    monkeypatch.setattr(failure, "LATE_S", 0.0)
     assert leave(0, Tickets(), RuntimeError(said)) == 1
     told = capsys.readouterr().err
     assert ("rank 1 (process 7) was killed or crashed" in told) is lost
@@ -182,7 +183,7 @@ def test_a_rank_told_of_a_peers_failure_is_silent(capsys: pytest.CaptureFixture[
 def test_it_speaks_for_a_peer_that_does_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failure, "GRACE_S", 0.2)
+    monkeypatch.setattr(failure, "LATE_S", 0.2)
     assert leave(0, Tickets(), PeerFailedError("data: rank 1 failed: x")) == 1
     assert capsys.readouterr().err == "specactor: rank 0: data: rank 1 failed: x\n"
 
@@ -212,13 +213,13 @@ def test_a_rank_that_lost_its_peer_lets_the_peer_report(capsys: pytest.CaptureFi
     peer.start()
     started = time.monotonic()
     assert leave(0, store, LOST) == 1
-    assert 0.25 < time.monotonic() - started < failure.GRACE_S / 2
+    assert 0.25 < time.monotonic() - started < LATE_S / 2
     assert capsys.readouterr().err == ""
 
 
 def test_a_killed_peer_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "GRACE_S", 0.2)
-    monkeypatch.setattr(failure, "LINGER_S", 0.0)
+    monkeypatch.setattr(failure, "LATE_S", 0.2)
+    monkeypatch.setattr(failure, "GRACE_S", 0.0)
     here = Member.here()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as peer:
         peer.kill()  # stays a zombie until it is waited for: gone all the same
@@ -260,7 +261,7 @@ def test_a_peer_that_is_killed_on_another_host_is_said_to_be_there_once(
     rank: int, store: Tickets, reports: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher's store goes with the host of rank 0."""
-    for name, value in (("GRACE_S", 0.3), ("_NOTICE_S", 0.1), ("LINGER_S", 0.0)):
+    for name, value in (("LATE_S", 0.3), ("MOMENT_S", 0.1), ("GRACE_S", 0.0)):
         monkeypatch.setattr(failure, name, value)
     with pytest.raises(SystemExit), failure_guard(rank, store) as failures:  # noqa: PT012
         failures.know([Member(machine="elsewhere", pid=1), Member.here(), Member.here()])
@@ -274,7 +275,7 @@ def test_a_rank_that_is_ended_while_it_waits_says_what_it_saw(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher of a host ends its ranks where that of rank 0, and with it the store, is gone."""
-    for name, value in (("GRACE_S", 1.0), ("_NOTICE_S", 0.0), ("LINGER_S", 0.0)):
+    for name, value in (("LATE_S", 1.0), ("MOMENT_S", 0.0), ("GRACE_S", 0.0)):
         monkeypatch.setattr(failure, name, value)
     ended = threading.Event()
     monkeypatch.setattr(failure.os, "_exit", lambda code: ended.set())
@@ -290,7 +291,7 @@ def test_a_rank_that_is_ended_while_it_waits_says_what_it_saw(
 def test_a_rank_that_is_ended_says_where_the_launchers_store_is_gone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("_NOTICE_S", 0.0), ("LINGER_S", 0.0)):
+    for name, value in (("MOMENT_S", 0.0), ("GRACE_S", 0.0)):
         monkeypatch.setattr(failure, name, value)
     monkeypatch.setattr(failure.os, "_exit", lambda code: None)
     with failure_guard(1, Closing(0, 0)) as failures:
@@ -305,7 +306,7 @@ def test_of_three_hosts_one_says_that_another_is_lost(
     heard: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second hears that the first has reported the third, before the first's launcher, and its store, are gone."""
-    for name, value in (("GRACE_S", 0.0), ("_NOTICE_S", 0.0), ("LINGER_S", 0.0)):
+    for name, value in (("LATE_S", 0.0), ("MOMENT_S", 0.0), ("GRACE_S", 0.0)):
         monkeypatch.setattr(failure, name, value)
     monkeypatch.setattr(failure.os, "_exit", lambda code: None)
     left = threading.Event()
@@ -336,7 +337,7 @@ def test_a_launcher_whose_store_is_on_a_lost_host_is_ended(
 
 
 def test_over_hosts_the_launchers_store_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "LINGER_S", 0.5)
+    monkeypatch.setattr(failure, "GRACE_S", 0.5)
     started = time.monotonic()
     with pytest.raises(SystemExit), failure_guard(0, Tickets()) as failures:  # noqa: PT012
         failures.know([Member.here(), Member(machine="elsewhere", pid=1)])
@@ -349,7 +350,7 @@ def test_a_rank_that_has_left_ends_by_itself_when_another_one_has_reported(
     has_left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[int] = []
-    monkeypatch.setattr(failure, "GRACE_S", 0.0)
+    monkeypatch.setattr(failure, "LATE_S", 0.0)
     monkeypatch.setattr(failure.os, "_exit", ended.append)
     left = threading.Event()
     if has_left:

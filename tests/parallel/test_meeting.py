@@ -80,13 +80,13 @@ def test_programs_are_compared_before_settings() -> None:
 
 
 def test_a_launcher_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "CONNECT_S", 0.5)
+    monkeypatch.setattr(meeting, "SILENT_S", 0.5)
     with pytest.raises(ConfigError, match=r"^launcher: got 'no answer on \S+ from no.such.host.invalid:1', .*--local"):
         meet("no.such.host.invalid", 1, rank=0, world=1, config={})
 
 
 def test_a_rank_that_never_comes_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "MEET_S", 0.5)
+    monkeypatch.setattr(meeting, "BULK_S", 0.5)
     with pytest.raises(ConfigError, match=r"^launcher: got 'nothing from rank 1 of 2', .*The log of its host"):
         ask(port, 0, 2)
 
@@ -113,7 +113,7 @@ class Link:
 
 def test_a_host_that_is_cut_off_is_missed_and_misses_the_first(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has left in good order is missed by nobody. Hosts have two ranks each, but for the first."""
-    for name, seconds in (("_BEAT_S", 0.05), ("_LOOK_S", 0.3), ("SILENT_S", 3.0)):
+    for name, seconds in (("SIGN_OF_LIFE_S", 0.05), ("MOMENT_S", 0.3), ("SILENT_S", 3.0)):
         monkeypatch.setattr(meeting, name, seconds)
     links: list[Link] = [Link(port) for _ in range(3)]
     missed: list[list[str]] = [[], [], []]
@@ -150,7 +150,7 @@ def test_a_rank_that_is_busy_and_a_connection_that_breaks_lose_no_host(
 ) -> None:
     """The first rank of the second host beats never, as in a call that lets no thread run; its other rank's link
     breaks."""
-    for name, seconds in (("_BEAT_S", 0.05), ("_LOOK_S", 0.1), ("SILENT_S", 1.0)):
+    for name, seconds in (("SIGN_OF_LIFE_S", 0.05), ("MOMENT_S", 0.1), ("SILENT_S", 1.0)):
         monkeypatch.setattr(meeting, name, seconds)
     missed: list[str] = []
     with ExitStack() as stack:
@@ -162,7 +162,7 @@ def test_a_rank_that_is_busy_and_a_connection_that_breaks_lose_no_host(
 
 
 def test_a_host_that_left_because_it_failed_is_missed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("_BEAT_S", 0.05), ("_LOOK_S", 0.1), ("SILENT_S", 1.0)):
+    for name, seconds in (("SIGN_OF_LIFE_S", 0.05), ("MOMENT_S", 0.1), ("SILENT_S", 1.0)):
         monkeypatch.setattr(meeting, name, seconds)
     missed: list[str] = []
 
@@ -182,7 +182,7 @@ STUCK = """
 import ctypes, sys
 from torch.distributed import PrefixStore, TCPStore
 from specactor.parallel import failure, meeting
-failure.GRACE_S, meeting._BEAT_S = 0.5, 0.05
+failure.LATE_S, meeting.SIGN_OF_LIFE_S = 0.5, 0.05
 def store():
     return PrefixStore("start", TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False))
 of_all = meeting.Meeting(open_store=store, hosts=("a", "b"), machines=("0", "1"))

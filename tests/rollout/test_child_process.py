@@ -15,6 +15,7 @@ from specactor.errors import EngineError
 from specactor.rollout import child_process, frames
 from specactor.rollout.child_process import ChildDied, ChildProcess, StartRefusedError
 from specactor.rollout.frames import Failed
+from specactor.waits import LATE_S
 from tests.rollout import puppet
 from tests.rollout.conftest import Footprint
 
@@ -192,7 +193,7 @@ def test_an_orderly_end_is_the_end_of_the_stream(ready: Ends) -> None:
     ready.child.call(Text("a"))
     began_s = time.monotonic()
     ready.child.stop()
-    assert time.monotonic() - began_s < child_process.END_TIMEOUT_S, "it was not waited for in vain"
+    assert time.monotonic() - began_s < LATE_S, "it was not waited for in vain"
     assert ready.hears() == (1, "a"), "what was asked before arrives"
     assert not ready.child.alive
     ready.child.stop()

@@ -22,16 +22,19 @@ from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import BorrowedDevices
 from specactor.rollout.sglang.engine_client import Engine
+from specactor.waits import LOOK_EVERY_S
 from specactor.weights_sync.draft_push import DraftSender
 from tests.rollout.conftest import Footprint
 from tests.rollout.decoupled.test_supervisor import PATIENCE_S, assert_drafts, child_of, is_listening, make_drafter_spec
 
 __all__ = ["make_drafter_spec"]
 
+PAUSE_S = 0.05
+
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_pool, "PAUSE_S", 0.05)
+    monkeypatch.setattr(drafter_pool, "RETRY_PAUSE_S", PAUSE_S)
 
 
 def wait_until(done: Callable[[], bool]) -> None:
@@ -56,7 +59,7 @@ def test_dead_drafters_are_replaced(make_drafter_spec: Callable[..., DrafterSpec
         footprints += [Footprint.of(drafter.pid) for drafter in pool.drafters]
         os.kill(child_of(pool.drafters[0]), signal.SIGKILL)
         wait_until(lambda: not pool.drafters[0].alive)
-        time.sleep(4 * drafter_pool.LOOK_EVERY_S + 4 * drafter_pool.PAUSE_S)
+        time.sleep(4 * LOOK_EVERY_S + 4 * PAUSE_S)
         assert not pool.drafters[0].alive, "it was restarted as often as is allowed"
         assert pool.restarts == 2
         assert_drafts(specs[1])
@@ -120,7 +123,8 @@ def test_one_that_hangs_is_replaced_and_one_that_is_slow_is_not(
     make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch, asleep: bool
 ) -> None:
     """Nobody but the watcher asks it anything, and the test how long it has been silent."""
-    monkeypatch.setattr(supervisor, "SIGN_EVERY_S", 0.1)
+    for name in ("SIGN_OF_LIFE_S", "GRACE_S"):
+        monkeypatch.setattr(supervisor, name, 0.1)
     spec = make_drafter_spec("Sleeping", engine=4 if asleep else None, max_restarts=1)
     with DrafterPool([spec]) as pool:
         pool.wait_ready()
@@ -139,7 +143,7 @@ def test_one_that_hangs_is_replaced_and_one_that_is_slow_is_not(
         assert first.alive, "it was late, and has answered since"
         os.kill(child_of(first), signal.SIGSTOP)
         with monkeypatch.context() as patch:
-            patch.setattr(drafter_pool, "SILENT_LIMIT_S", 2.0)
+            patch.setattr(drafter_pool, "ANSWER_S", 2.0)
             wait_until(lambda: pool.restarts == 1)
         footprint.assert_gone(within_s=0.1)
         assert [len(died) for died in pool._died] == [1]
@@ -191,7 +195,7 @@ def test_one_that_does_not_leave_is_ended_and_comes_back_when_its_engine_is_free
         pool.wait_ready()
         footprint = Footprint.of(pool.drafters[0].pid)
         with monkeypatch.context() as patch, pool.rollout():
-            patch.setattr(drafter_pool, "WAIT_S", 1.0)
+            patch.setattr(drafter_pool, "LATE_S", 1.0)
             pool.wake(4)
             assert_drafts(pool.drafters[0].spec)
             os.kill(child_of(pool.drafters[0]), signal.SIGSTOP if fate == "hangs" else signal.SIGKILL)
@@ -265,14 +269,14 @@ def test_nobody_waits_while_a_drafter_is_ended_or_started(
 
 def settled() -> None:
     """Whatever the watcher is about to do is done."""
-    time.sleep(4 * drafter_pool.LOOK_EVERY_S + 4 * drafter_pool.PAUSE_S)
+    time.sleep(4 * LOOK_EVERY_S + 4 * PAUSE_S)
 
 
 def test_one_that_is_late_takes_no_other_with_it(
     make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(drafter_pool, "WAIT_S", 0.5)
-    monkeypatch.setattr(drafter_pool, "ANSWER_S", 5.0)
+    monkeypatch.setattr(drafter_pool, "LATE_S", 0.5)
+    monkeypatch.setattr(drafter_pool, "MOMENT_S", 5.0)
     specs = [lendable(make_drafter_spec), lendable(make_drafter_spec, index=1, log_file=str(tmp_path / "1.log"))]
     with DrafterPool(specs) as pool:
         pool.wait_ready()
@@ -391,11 +395,11 @@ def test_those_that_hang_hold_a_push_once_and_not_for_long(
         said, answered_s = pool.renew(sender.pack([("norm", torch.full((5,), float(version)))], version=version))
         return said, answered_s, time.monotonic() - began_s
 
-    monkeypatch.setattr(drafter_pool, "WAIT_S", 60.0)
+    monkeypatch.setattr(drafter_pool, "LATE_S", 60.0)
     with DrafterPool(specs) as pool:
         pool.wait_ready()
         assert push(1)[0] == []  # each imports torch for it
-        monkeypatch.setattr(drafter_pool, "WAIT_S", 5.0)
+        monkeypatch.setattr(drafter_pool, "LATE_S", 5.0)
         hanging = [child_of(drafter) for drafter in pool.drafters[:2]]
         for pid in hanging:
             os.kill(pid, signal.SIGSTOP)

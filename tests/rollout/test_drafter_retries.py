@@ -20,7 +20,7 @@ __all__ = ["make_drafter_spec"]
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_pool, "PAUSE_S", 0.05)
+    monkeypatch.setattr(drafter_pool, "RETRY_PAUSE_S", 0.05)
 
 
 def num_starts(spec: DrafterSpec) -> int:

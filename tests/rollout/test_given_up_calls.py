@@ -293,7 +293,7 @@ def asked(*, stream: bool, with_answer: Part | Refusal) -> tuple[bytes, bytes]:
     """Return an answer that is told after its first byte, and that byte."""
     taken: queue.Queue[ChatCall] = queue.Queue()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SILENT_S", 0.1)
+        patch.setattr(module, "ANSWER_S", 0.1)
         endpoint = Endpoint()
         headers = {"Authorization": f"Bearer {endpoint.open(taken.put)}"}
         client = http.client.HTTPConnection(endpoint.base_url.split("/")[2], timeout=60)

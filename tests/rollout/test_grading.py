@@ -198,7 +198,7 @@ def test_at_most_so_many_processes_and_one_where_one_is_enough() -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_none_waits_for_another_process_while_the_first_imports(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     """The other version starts one, which the last response waits for, after the first has answered."""
-    monkeypatch.setattr(module, "NEW_S", 1e9 if waits else 0.0)
+    monkeypatch.setattr(module, "LATE_S", 1e9 if waits else 0.0)
     with Grading(timeout_s=60.0, most=3) as grading:
         assert scores([grading.submit("7", problem("exact_later")) for _ in range(2)]) == [1.0] * 2
         assert (len(grading._threads) == 1) == waits
@@ -247,7 +247,7 @@ def test_where_no_further_thread_can_be_started_those_there_are_go_on(
     monkeypatch: pytest.MonkeyPatch, begun: int
 ) -> None:
     """Without any, the run ends with the error."""
-    monkeypatch.setattr(module, "NEW_S", 0.0)
+    monkeypatch.setattr(module, "LATE_S", 0.0)
     monkeypatch.setattr(module, "GROW_S", 0.0)
     begin, wanted = threading.Thread.start, []
 
@@ -356,8 +356,7 @@ def test_a_judge_that_is_started_again_costs_time_and_no_reward(
     judge: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is asked until the verifier's time is over, by pauses that double, and one line says so."""
-    monkeypatch.setattr(verifiers, "PAUSE_S", 0.01)
-    monkeypatch.setattr(verifiers, "MAX_PAUSE_S", 0.1)
+    monkeypatch.setattr(verifiers, "RETRY_PAUSE_S", 0.01)
     verify = get_verifier(f"{judge}/away", LIMIT_S)
     assert [verify(text, problem(f"{judge}/away")) for text in ("3", "4")] == [3.0, 4.0]
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("verifier ")]
@@ -379,7 +378,7 @@ def test_a_judge_that_is_started_again_costs_time_and_no_reward(
 
 
 def test_a_judge_that_stays_away_fails_its_response_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifiers, "PAUSE_S", 0.05)
+    monkeypatch.setattr(verifiers, "RETRY_PAUSE_S", 0.05)
     began = time.monotonic()
     with pytest.raises(DataError, match="ClientConnectorError"):
         get_verifier("http://127.0.0.1:1/x", 2.0)("y", problem("http://127.0.0.1:1/x"))

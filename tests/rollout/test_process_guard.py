@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from specactor.rollout import process_guard
+from specactor.waits import GRACE_S
 from tests.rollout.conftest import process_exists
 
 SCRIPT = Path(__file__).parent / "guard_script.py"
@@ -68,7 +69,7 @@ def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tree]:
 def test_death_of_the_trainer_rank(tree: Tree) -> None:
     assert tree.temporary.is_dir()
     tree.connection.close()
-    tree.assert_gone(process_guard.GRACE_S + 30)  # this one ignores the end of the stream, so it gets its full time
+    tree.assert_gone(GRACE_S + 30)  # this one ignores the end of the stream, so it gets its full time
     assert tree.guard.wait(60) == 0
 
 
@@ -87,7 +88,7 @@ def test_end_of_the_guarded_process(tree: Tree, tmp_path: Path) -> None:
 
 def test_sigterm_ends_all_at_once(tree: Tree) -> None:
     tree.guard.terminate()
-    tree.assert_gone(0.9 * process_guard.GRACE_S)
+    tree.assert_gone(0.9 * GRACE_S)
 
 
 @pytest.mark.parametrize("by", ["age", "pid"])

@@ -15,6 +15,7 @@ from specactor.rollout import driver
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import NOTICE_ROUNDS, BorrowedDevices, expected_left, is_worth_waking
 from specactor.rollout.sglang.engine_client import Engine
+from specactor.waits import LOOK_EVERY_S
 from tests.rollout.driver_cases import FakeEngine, drive, expected, make_requests
 
 
@@ -90,7 +91,7 @@ def test_waking_drafters_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         assert all(emitted < limit for emitted, limit in running)
         return chance.random() < 0.5
 
-    monkeypatch.setattr(driver, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(driver, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(driver, "is_worth_waking", at_random)
     num_woken = 0
     for seed in range(30):
@@ -140,7 +141,7 @@ def test_waking_is_counted_in_rounds_of_this_rollout(monkeypatch: pytest.MonkeyP
 def test_a_prediction_is_not_made_at_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
     monkeypatch.setattr(driver, "is_worth_waking", lambda rounds, running, finished: asked.append(rounds))
-    devices = borrowed(FakeSleepers(), [1.0 + i * driver.ASK_EVERY_S / 10 for i in range(200)])
+    devices = borrowed(FakeSleepers(), [1.0 + i * LOOK_EVERY_S / 10 for i in range(200)])
     for _ in range(200):
         devices.lend([1], long_enough, (), 8)
     assert 10 < len(asked) < 40

@@ -143,7 +143,7 @@ def test_a_child_whose_caller_gave_up_ends_before_it_does_anything(environment: 
 def test_a_starter_that_hangs_is_waited_for_once(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warm, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(warm, "ANSWER_S", 0.2)
     monkeypatch.setenv(NAME, f"specactor-hangs-{os.getpid()}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("\0" + os.environ[NAME])

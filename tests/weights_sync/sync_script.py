@@ -337,11 +337,11 @@ class Bench:
         del plan.digests
 
     def push_in_no_time(self, source: RankShards) -> dict[str, Any]:
-        usual, push_module.TIMEOUT_S = push_module.TIMEOUT_S, 1e-4
+        usual, push_module.BULK_S = push_module.BULK_S, 1e-4
         try:
             return self.push(source, first=1)
         finally:
-            push_module.TIMEOUT_S = usual
+            push_module.BULK_S = usual
 
     def push_with_late_flip(self, source: RankShards) -> dict[str, Any]:
         def late(original: Pack) -> Pack:

@@ -11,14 +11,13 @@ from specactor.config import MAX_WINDOW
 from specactor.rollout.decoupled import protocol
 from specactor.rollout.decoupled.protocol import Beat, Close, Commits, Drops, Numbering, Open, Pulse, Resend, Tail
 from specactor.rollout.speculation.verification import common
+from specactor.waits import SILENT_S
 
 if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights
 
-SILENT_S = 30.0
 TAILS_EVERY_S = 1e-3  # while more is drafted at once: frames cost more than what is in them
-AHEAD = 2  # windows: one that the engine can verify now, and one ahead of that
-UNKNOWN = -1  # a second choice that the continuer does not tell
+AHEAD = protocol.MAX_TAIL_TOKENS // MAX_WINDOW  # windows: one that the engine can verify now, and one ahead of that
 Key = tuple[int, int]  # session of the engine, number of the request there
 
 
@@ -51,9 +50,9 @@ class Continuer:
     def forget(self, key: Hashable) -> None:
         """Forget a request; unknown keys are ignored."""
 
-    def runners_up(self) -> list[int]:
-        """Return, per lane of the last call, the second choice for its first token, -1 where it is unknown; [] where no
-        lane's is ever known."""
+    def runners_up(self) -> Sequence[int | None]:
+        """Return, per lane of the last call, the second choice for its first token, None where it is unknown; [] where
+        no lane's is ever known."""
         return []
 
     def renew(self, weights: DraftWeights) -> str:
@@ -141,17 +140,18 @@ class Mirror:
         self.unsent = True
         return 1
 
-    def extended(self, lane: Lane, draft: Sequence[int] | None, runner_up: int = UNKNOWN) -> int:
+    def extended(self, lane: Lane, draft: Sequence[int] | None, runner_up: int | None = None) -> int:
         """Append the answer to the last lane; return how many tokens were kept."""
         self._shown_from, self._shown = self.committed, list(lane.tokens[self.committed :])
         tokens = (draft or [])[: self._room]
-        branches = tokens and runner_up not in (UNKNOWN, tokens[0])
-        if branches:
+        kept = len(tokens)
+        if tokens and runner_up is not None and runner_up != tokens[0]:
             self.branches[len(self.tokens)] = [runner_up]
+            kept += 1
         self.tokens += tokens
         self._stuck = draft is not None and not tokens
         self.unsent = self.unsent or bool(tokens)
-        return len(tokens) + bool(branches)
+        return kept
 
     def commit(self, fresh: Sequence[int]) -> int:
         """Append committed tokens; return how many drafted ones are thrown away."""
@@ -368,10 +368,13 @@ class MirroredRequests:
         return [mirror.lane(at) for _, _, at, mirror in short]
 
     def extended(
-        self, lanes: Sequence[Lane], drafts: Sequence[Sequence[int] | None], runners_up: Sequence[int] | None = None
+        self,
+        lanes: Sequence[Lane],
+        drafts: Sequence[Sequence[int] | None],
+        runners_up: Sequence[int | None] | None = None,
     ) -> None:
         """Append answers; `runners_up` are second choices for their first tokens."""
-        for lane, draft, runner_up in zip(lanes, drafts, runners_up or [UNKNOWN] * len(lanes), strict=True):
+        for lane, draft, runner_up in zip(lanes, drafts, runners_up or [None] * len(lanes), strict=True):
             key = cast(Key, lane.key)
             mirror, session = self._oldest[key], self._sessions[key[0]]
             if lane.branch is not None:

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specactor.rollout.decoupled import protocol
+from specactor.waits import MOMENT_S
 
-BEAT_EVERY_S = 0.25
-SILENT_S = 1.0  # a drafter hears between any two passes of its model, however much it reads
+BEAT_EVERY_S = MOMENT_S / 4
+"""A drafter hears between any two passes of its model, however much it reads, so one that has not answered a beat in
+`MOMENT_S` is gone; the beats between are for those that were lost."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +61,7 @@ class Tails:
     """An engine's open requests, and its drafters.
 
     Invariants: no draft token stands on another prefix than its own; a request is with one drafter or none, and only
-    that one's last message counts; a drafter silent for `SILENT_S` loses its requests.
+    that one's last message counts; a drafter silent for `MOMENT_S` loses its requests.
     """
 
     def __init__(self, session: int, *, engine: str, num_drafters: int, window: int) -> None:
@@ -294,7 +296,7 @@ class Tails:
     def tick(self, now_s: float) -> None:
         """Drop silent drafters; call it after `receive`."""
         for drafter in self._drafters:
-            if drafter.live and drafter.asked_s is not None and now_s - drafter.asked_s > SILENT_S:
+            if drafter.live and drafter.asked_s is not None and now_s - drafter.asked_s > MOMENT_S:
                 drafter.live = False
                 drafter.others = 0
                 requests = list(drafter.requests.values())

@@ -28,7 +28,7 @@ MAX_ROWS = 1 << 14  # tails in one record: with all their tokens, less than a fr
 _HEADER = struct.Struct("<4sB3xQQQ")  # magic, version, session of sender and receiver (0: unknown), number
 LARGEST = (1 << 63) - 1
 _LOG = logging.getLogger(__name__)
-TOKEN_BYTES = 4
+TOKEN_BYTES = array("i").itemsize
 assert sys.byteorder == "little", "frames hold arrays as this machine does"
 _COUNTS = bytes(range(MAX_TAIL_TOKENS + 1))  # all that a tail's number of tokens may be
 _UNPACK = [struct.Struct(f"<{count}i").unpack_from for count in range(MAX_TAIL_TOKENS + 1)]  # by tokens of a tail

@@ -16,12 +16,10 @@ import msgspec
 from specactor.cpu import sglang as cpu
 from specactor.rollout.child_process import ChildDied, ChildProcess
 from specactor.rollout.decoupled.spec import FROM_DRAFTER, Ask, DrafterSpec, FromDrafter, State, Work
+from specactor.waits import GRACE_S, SIGN_OF_LIFE_S
 
 if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights
-
-# silence until a sign of life is asked for, and until it counts as silent: reading prompts takes seconds
-SIGN_EVERY_S = 5.0
 
 
 _Answer = TypeVar("_Answer", Work, State)
@@ -64,7 +62,7 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         """Return the version of the weights that it drafts with, as it said last."""
         return self._renewed_to or (self.started.version if self.started is not None else 0)
 
-    def work(self, *, trace: bool, timeout_s: float = 5.0) -> Work | None:
+    def work(self, *, trace: bool, timeout_s: float = GRACE_S) -> Work | None:
         """Return its `DrafterLoop.work`, None if too late: a batch that reads many prompts can take seconds."""
         work = self._ask(Ask("work", trace=trace), Work, timeout_s)
         return work if isinstance(work, Work) else None
@@ -110,14 +108,14 @@ class DrafterProcess(ChildProcess[FromDrafter]):
         """Return whether an answer, or the start, is late by `limit_s`; ask for a sign of life when due."""
         if self.started is None:
             return time.monotonic() - self._began_s > self.spec.start_timeout_s + limit_s
-        if not self.unanswered() and self.heard_s() >= SIGN_EVERY_S:
+        if not self.unanswered() and self.heard_s() >= SIGN_OF_LIFE_S:
             self._sign = self._tell(Ask("alive"))
         return self.silent_s() > limit_s
 
     def _is_silent(self) -> bool:
         """Return whether an answer is due. It is asked nothing then, so a process that hangs costs one wait."""
         waited = self.unanswered()
-        return not waited <= {self._sign} or self.silent_s() > SIGN_EVERY_S
+        return not waited <= {self._sign} or self.silent_s() > GRACE_S
 
     def _ask(self, question: Ask, kind: type[_Answer], timeout_s: float) -> _Answer | str:
         if self.started is None:

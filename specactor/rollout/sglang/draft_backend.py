@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specactor.rollout.decoupled.drafter_side import UNKNOWN, Continuer, Lane
+from specactor.rollout.decoupled.drafter_side import Continuer, Lane
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.sglang.draft_runner import DraftRunner, DraftText, SequenceCache, load_alone
 from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS, Slots
@@ -33,7 +33,7 @@ class DraftBackend(Continuer):
     def __init__(self, runner: Any) -> None:
         self._runner = self.runner_type(runner)
         self.wants_runners_up = True
-        self._runners_up: list[int] = []
+        self._runners_up: list[int | None] = []
         self._slots = Slots(num_slots=self._runner.num_slots, num_rows=self._runner.num_rows)
         self._known: dict[Hashable, _Known] = {}
 
@@ -80,7 +80,7 @@ class DraftBackend(Continuer):
             if lane.branch is None:
                 self._meet(lane)
         answers: dict[int, list[int] | None] = {i: [] for i in range(len(lanes))}  # without room
-        self._runners_up = [UNKNOWN] * len(lanes)
+        self._runners_up = [None] * len(lanes)
         self._runner.runners_up = [] if self.wants_runners_up else None
         placed = self._placed(lanes)
         if behind := [text for text in placed.values() if self._runner.is_behind(text)]:
@@ -88,14 +88,16 @@ class DraftBackend(Continuer):
         ready = [i for i, text in placed.items() if not self._runner.is_behind(text)]
         answers |= dict.fromkeys(placed)
         drafts = self._runner.draft([placed[i] for i in ready])
-        runners_up = [UNKNOWN] * len(drafts) if self._runner.runners_up is None else self._runner.runners_up
+        runners_up: Sequence[int | None] = (
+            [None] * len(drafts) if self._runner.runners_up is None else self._runner.runners_up
+        )
         for i, draft, runner_up in zip(ready, drafts, runners_up, strict=True):
             answers[i], self._runners_up[i] = draft, runner_up
         for i in range(len(lanes)):
             self._slots.free((BRANCH, i))
         return list(answers.values())
 
-    def runners_up(self) -> list[int]:
+    def runners_up(self) -> list[int | None]:
         return self._runners_up
 
     def _meet(self, lane: Lane) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-BLOCK_TOKENS = 32  # slots of a block
+from specactor.rollout.decoupled.protocol import MAX_TAIL_TOKENS
+
+BLOCK_TOKENS = MAX_TAIL_TOKENS  # slots of a block: a branch has one of its own, and is at most so long
 
 
 class Slots:

@@ -36,10 +36,9 @@ from specactor.rollout.sglang.engine_protocol import (
 from specactor.rollout.speculation.counters import Counts
 from specactor.trace import Span
 from specactor.types import RolloutRequest, Trajectory
+from specactor.waits import ANSWER_S
 
 __all__ = ["Engine", "EngineSpec"]
-
-_COMMAND_TIMEOUT_S = 60.0
 
 
 class Engine(ChildProcess[FromEngine]):
@@ -122,7 +121,7 @@ class Engine(ChildProcess[FromEngine]):
     def flush(self) -> None:
         """Drop the prefix cache. Raises EngineError when requests are running."""
         for _ in range(20):  # the last response comes a moment before the scheduler counts itself idle
-            if all(self.rank_call("flush", b"", timeout_s=_COMMAND_TIMEOUT_S)):
+            if all(self.rank_call("flush", b"", timeout_s=ANSWER_S)):
                 return
             time.sleep(0.1)
         raise EngineError(f"{self.name}: flush: requests are still running. Abort them or wait for them first.")
@@ -130,7 +129,7 @@ class Engine(ChildProcess[FromEngine]):
     def parse_tools(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
         """Return a response without its tool calls, and each call's name and arguments in JSON."""
         payload = msgspec.json.encode((text, tools))
-        answer = self.rank_call("parse_tools", payload, timeout_s=_COMMAND_TIMEOUT_S)[0]
+        answer = self.rank_call("parse_tools", payload, timeout_s=ANSWER_S)[0]
         return msgspec.json.decode(answer, type=tuple[str, list[tuple[str, str]]])
 
     def abort(self) -> None:
@@ -145,14 +144,14 @@ class Engine(ChildProcess[FromEngine]):
         """Return what speculation did since the last call, per drafter."""
         if self.spec.speculation.mode == "off":
             return {}
-        reply = self.rank_call(speculation_calls.REPORT, b"", timeout_s=_COMMAND_TIMEOUT_S)[0]  # rank 0 decides
+        reply = self.rank_call(speculation_calls.REPORT, b"", timeout_s=ANSWER_S)[0]  # rank 0 decides
         return msgspec.json.decode(reply, type=dict[str, Counts])
 
     def trace(self, *, on: bool) -> list[Span]:
         """Return the spans since the last call; record from now on, or do not."""
         if self.spec.speculation.mode == "off":
             return []
-        reply = self.rank_call(speculation_calls.TRACE, b"on" if on else b"off", timeout_s=_COMMAND_TIMEOUT_S)[0]
+        reply = self.rank_call(speculation_calls.TRACE, b"on" if on else b"off", timeout_s=ANSWER_S)[0]
         return msgspec.msgpack.decode(reply, type=list[Span])
 
     def release_memory(self) -> None:
@@ -178,7 +177,7 @@ class Engine(ChildProcess[FromEngine]):
         raise self._given_up(f"made no progress for {patience:g} s and was ended.")
 
     def _do(self, message: Command) -> None:
-        answer = self._ask(message, _COMMAND_TIMEOUT_S)
+        answer = self._ask(message, ANSWER_S)
         if not isinstance(answer, Done):
             raise EngineError(f"{self.name}: {_text(answer)}")
 

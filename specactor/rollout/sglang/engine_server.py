@@ -30,6 +30,7 @@ from specactor.rollout.sglang.engine_protocol import (
     Ready,
     ToEngine,
 )
+from specactor.waits import ANSWER_S
 
 
 def run(connection: socket.socket) -> None:
@@ -57,7 +58,7 @@ def _start(spec: EngineSpec) -> Backend:
         raise EngineError(f"model folder {spec.model_dir}: no config.json. Give a model in Hugging Face format.")
     print(f"specactor: engine {spec.index} of {spec.model_dir}, process {os.getpid()}", flush=True)
     backend = Backend(spec)
-    replies = backend.rank_call("identify", b"start", timeout_s=60.0)
+    replies = backend.rank_call("identify", b"start", timeout_s=ANSWER_S)
     ranks = [msgspec.json.decode(reply)["tp_rank"] for reply in replies]
     if ranks != list(range(spec.tensor_parallel)):
         raise EngineError(f"ranks {ranks} answered, expected 0..{spec.tensor_parallel - 1}")

@@ -30,10 +30,10 @@ Point = tuple[int, int, float]
 """A measured round: (requests, total, seconds). `total` is rows of a verify, or requests * window of a draft."""
 MAX_NODES = 12  # most points of a fitted axis: ragged rounds have a different number of tokens per request each
 BOUNDS = (0.25, 4.0)  # bounds of a correction: what is further off is a stall, or a table of another machine
-MIN_RATIOS = 5  # fewest rounds of a kind for a correction: a median of fewer follows single stalls
+MIN_ROUNDS = 5  # fewest of a kind that say what it takes: a median of fewer follows single stalls
 MAX_POINTS = 1024  # rounds of each kind that are remembered
-FIRST_FIT = 12  # rounds before the first fit
 TRIED = (0, 2, 4, 1)  # windows to try, in turns, while there is no table; those beyond the largest are cut to it
+FIRST_FIT = 3 * len(TRIED)  # rounds before the first fit: of each window a median that one stall does not move
 METHOD = "decoupled"  # name of the draft method of drafter processes
 REMEASURE = "Measure the table again."
 
@@ -230,7 +230,7 @@ class CostTable:
 
 class Correction:
     """Measured over predicted seconds, by kind of round ("off", a drafter or an option): the median of 31 rounds,
-    within `BOUNDS`; 1 before `MIN_RATIOS`."""
+    within `BOUNDS`; 1 before `MIN_ROUNDS`."""
 
     # A stall (a prefill between, a garbage collection) moves a mean but not a median.
 
@@ -249,7 +249,7 @@ class Correction:
         known = self._factors.get(kind)
         if known is None:
             ratios = self._ratios.get(kind, ())
-            known = min(max(median(ratios), BOUNDS[0]), BOUNDS[1]) if len(ratios) >= MIN_RATIOS else 1.0
+            known = min(max(median(ratios), BOUNDS[0]), BOUNDS[1]) if len(ratios) >= MIN_ROUNDS else 1.0
             self._factors[kind] = known
         return known
 

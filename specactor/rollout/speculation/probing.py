@@ -18,7 +18,6 @@ SOON = 4  # most plain rounds before a look at new requests, or at half as many
 LOOK_AT_LEAST_EVERY = 64  # most rounds between cheap looks
 LOOK_SHARE = 0.01  # share of plain decoding's seconds that looks may take; half of it made tiny rollouts 7 % slower
 FEW = 8  # requests: of more, somebody has a draft in any round, if drafts are good
-MOST_TRIES = 6  # times that a look is taken up again while drafts are on their way
 MAX_REST = 4096  # most rounds between two looks
 MOST_AGAIN = 32  # looks in every round, for half of its time at most, with FEW requests, after drafts were accepted
 
@@ -99,9 +98,9 @@ class BackOff:
         return self._tries > 0
 
     def waits(self, expects: bool, *, look_s: float) -> bool:
-        """Whether to go on with this look in 1, 2, 4, .. rounds. `look_s`: since the last call."""
+        """Whether to go on with this look in 1, 2, 4, .. rounds, before the next one. `look_s`: since the last call."""
         keeps_up = not expects and self._pause == 1
-        if self._tries >= MOST_TRIES or not (expects or self._tries) or keeps_up:
+        if 1 << self._tries >= LOOK_AT_LEAST_EVERY or not (expects or self._tries) or keeps_up:
             return False
         self._was_long = self.is_long
         self._rounds, self._pause = 0, 1 << self._tries if expects else 1

@@ -32,9 +32,9 @@ from specactor.trainer.drafter.head_training import HeadTrainer
 from specactor.trainer.drafter.recorder import Recorder
 from specactor.trainer.drafter.train import Clock, DrafterTrainer, RefreshStats
 from specactor.types import TrainSequence
+from specactor.waits import BULK_S
 from specactor.weights_sync.draft_push import DraftSender, num_bytes, push_to_engine
 from specactor.weights_sync.messages import DraftWeights
-from specactor.weights_sync.sender import TIMEOUT_S
 
 FOLDER = "drafter"  # in a checkpoint
 
@@ -257,7 +257,7 @@ class Distillation:
         return sound
 
     def _hand(self, engine: Engine, weights: DraftWeights) -> str:
-        problem = push_to_engine(engine, weights, timeout_s=TIMEOUT_S)
+        problem = push_to_engine(engine, weights, timeout_s=BULK_S)
         if not problem:
             self._held[engine] = weights.draft_version
         return problem

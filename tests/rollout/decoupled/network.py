@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from specactor.rollout.decoupled.drafter_side import AHEAD, MirroredRequests
-from specactor.rollout.decoupled.engine_side import BEAT_EVERY_S, SILENT_S, Tails
+from specactor.rollout.decoupled.engine_side import BEAT_EVERY_S, Tails
 from specactor.rollout.decoupled.protocol import TOKEN_BYTES
+from specactor.waits import MOMENT_S
 from tests.rollout.decoupled.scripted import WRONG, Scripted, script
 
 WINDOW = 3
@@ -220,7 +221,7 @@ class World:
 
     def check_quiet(self) -> None:
         """After a while without trouble: both ends agree, and drafts are there for every request."""
-        self.settle(int(SILENT_S / BEAT_EVERY_S) + 6)
+        self.settle(int(MOMENT_S / BEAT_EVERY_S) + 6)
         for engine, end in enumerate(self.engines):
             assert end.tails.live == list(range(len(self.drafters)))
             for name, text in end.texts.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specactor.config import MAX_WINDOW
-from specactor.rollout.decoupled.drafter_side import AHEAD, UNKNOWN, Mirror
+from specactor.rollout.decoupled.drafter_side import AHEAD, Mirror
 from specactor.rollout.decoupled.engine_side import Tails
 from specactor.rollout.decoupled.protocol import Commits, Resend, TailColumns, newest, unpack
 from tests.rollout.decoupled.scripted import WRONG, script
@@ -100,7 +100,7 @@ def test_branches_within_the_window_have_a_window_and_one_token_and_others_none(
 
 def test_a_second_choice_that_is_unknown_or_the_first_one_is_none() -> None:
     drafter = opened()
-    for runner_up in (UNKNOWN, 7, 8):
+    for runner_up in (None, 7, 8):
         drafter.mirrors.extended(drafter.mirrors.wanted(10), [[7]], [runner_up])
     assert mirror_of(drafter).branches == {2: [8]}
 

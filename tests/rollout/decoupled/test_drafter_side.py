@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specactor.rollout.decoupled.drafter_side import AHEAD, SILENT_S, TAILS_EVERY_S, MirroredRequests
+from specactor.rollout.decoupled.drafter_side import AHEAD, TAILS_EVERY_S, MirroredRequests
 from specactor.rollout.decoupled.protocol import (
     Beat,
     Close,
@@ -21,6 +21,7 @@ from specactor.rollout.decoupled.protocol import (
     newest,
     unpack,
 )
+from specactor.waits import SILENT_S
 from tests.rollout.decoupled.network import held
 from tests.rollout.decoupled.scripted import Scripted, script
 

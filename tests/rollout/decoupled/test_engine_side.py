@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specactor.rollout.decoupled import protocol
-from specactor.rollout.decoupled.engine_side import BEAT_EVERY_S, SILENT_S, Tails
+from specactor.rollout.decoupled.engine_side import BEAT_EVERY_S, Tails
 from specactor.rollout.decoupled.protocol import (
     Beat,
     Close,
@@ -23,6 +23,7 @@ from specactor.rollout.decoupled.protocol import (
     encode,
     pack,
 )
+from specactor.waits import MOMENT_S
 from tests.rollout.decoupled.network import held
 from tests.rollout.decoupled.wrong_ends import ArrivedKept, ForeignTaken
 
@@ -297,7 +298,7 @@ def test_requests_of_a_silent_drafter_go_to_the_others_and_some_come_back() -> N
     assert end.tails.live == [0, 1]
     for index in range(2):
         end.say(index)
-    end.now_s += SILENT_S + 0.01
+    end.now_s += MOMENT_S + 0.01
     end.hear(pulse(), index=1)
     end.tails.tick(end.now_s)
     assert end.tails.live == [1]
@@ -318,7 +319,7 @@ def test_the_end_is_told_to_all_that_may_hold_something() -> None:
         end.say(index)
     end.now_s += BEAT_EVERY_S
     end.say(0)
-    end.now_s += SILENT_S + 0.01
+    end.now_s += MOMENT_S + 0.01
     end.tails.tick(end.now_s)
     assert end.tails.live == [1]
     end.say(0)

@@ -101,7 +101,8 @@ def test_questions_that_arrive_together_are_all_answered(drafter: DrafterProcess
 def test_a_sign_of_life_is_asked_for_in_time_and_holds_up_no_other_question(
     drafter: DrafterProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "SIGN_EVERY_S", 0.5)
+    for name in ("SIGN_OF_LIFE_S", "GRACE_S"):
+        monkeypatch.setattr(supervisor, name, 0.5)
     assert not drafter.hangs(0.0), "it was asked nothing"
     assert drafter._sign is None, "nor is it time"
     time.sleep(0.6)

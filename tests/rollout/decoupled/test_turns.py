@@ -60,8 +60,8 @@ class Choosing(Ticking):
         self.asked = [lane.branch for lane in lanes]
         return [[7] if lane.branch is None else [*self.after_second] for lane in lanes]
 
-    def runners_up(self) -> list[int]:
-        return [8 if self.wants_runners_up else -1 for _ in self.asked]
+    def runners_up(self) -> list[int | None]:
+        return [8 if self.wants_runners_up else None for _ in self.asked]
 
 
 class Refusing(Choosing):

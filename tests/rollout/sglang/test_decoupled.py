@@ -239,7 +239,7 @@ def test_pushes_to_a_drafter_that_drafts_change_no_token(
     setting: Setting, engine: Engine, noise_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Damaged ones do not change its drafts either."""
-    monkeypatch.setattr(drafter_pool, "WAIT_S", 60.0)  # of a busy machine
+    monkeypatch.setattr(drafter_pool, "LATE_S", 60.0)  # of a busy machine
     pool, config, sender = setting.drafters, setting.speculation(), DraftSender(torch.float32)
     want = plain(engine, BATCH)
     configure(engine, config)

@@ -71,7 +71,7 @@ def setting(
         speculation=loaded("far"),
     )
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setattr(drafter_pool, "PAUSE_S", 0.05)
+        patch.setattr(drafter_pool, "RETRY_PAUSE_S", 0.05)
         patch.setattr(EngineConfig, "request_timeout_s", 60.0)
         drafters = stack.enter_context(DrafterPool([recital_spec(folder, keys=DRAFTER_KEYS)]))
         engines = stack.enter_context(EnginePool([spec]))

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from specactor.config import SpeculationConfig
-from specactor.rollout.decoupled.drafter_side import SILENT_S
 from specactor.rollout.decoupled.transport import Address, DrafterAccess, make_keys
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.rollout.speculation.costs import CostTable
 from specactor.rollout.speculation.counters import Counts
 from specactor.trace import Span, chrome_trace
+from specactor.waits import SILENT_S
 from tests.rollout.conftest import request
 from tests.rollout.sglang.asking import in_background
 from tests.rollout.sglang.decoupled_setting import OFF, assert_holds_nothing, decoupled, recital_folder, recital_spec

@@ -10,9 +10,9 @@ import pytest
 from specactor.rollout.decoupled import engine_side
 from specactor.rollout.decoupled.drafter_side import Continuer, Lane, MirroredRequests
 from specactor.rollout.decoupled.remote_drafter import Decoupled
-from specactor.rollout.speculation import probing
 from specactor.rollout.speculation.drafter import Drafter, DraftSequence
 from specactor.rollout.speculation.planner import Planner
+from specactor.rollout.speculation.probing import BackOff
 from tests.rollout.speculation.test_resting import Rests
 from tests.rollout.speculation.world import STEP_S, Coin, auto
 
@@ -135,7 +135,7 @@ def test_a_drafter_that_has_become_good_is_chosen_again(requests: int) -> None:
 
 
 def test_a_look_that_does_not_wait_for_drafts_sees_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "MOST_TRIES", 0)
+    monkeypatch.setattr(BackOff, "waits", lambda *_, **__: False)
     assert not noticed(20)
 
 

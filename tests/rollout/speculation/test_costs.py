@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor.errors import PlanError
-from specactor.rollout.speculation.costs import MAX_NODES, METHOD, MIN_RATIOS, Correction, CostTable, Grid, ProcessCosts
+from specactor.rollout.speculation.costs import MAX_NODES, METHOD, MIN_ROUNDS, Correction, CostTable, Grid, ProcessCosts
 
 AXES = st.lists(st.integers(1, 64), min_size=1, max_size=4, unique=True).map(lambda xs: tuple(map(float, sorted(xs))))
 SECONDS = st.floats(1e-4, 1.0)
@@ -282,7 +282,7 @@ def corrected(ratios: list[float]) -> float:
 @given(st.lists(st.floats(1e-3, 1e3), max_size=60))
 def test_a_correction_is_bounded(ratios: list[float]) -> None:
     assert 0.25 <= corrected(ratios) <= 4
-    if len(ratios) < MIN_RATIOS:
+    if len(ratios) < MIN_ROUNDS:
         assert corrected(ratios) == 1
 
 

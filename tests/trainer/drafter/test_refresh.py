@@ -375,7 +375,7 @@ def test_a_drafter_process_that_hangs_ends_no_refresh(
     world: World, make_drafter_spec: Callable[..., DrafterSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1000 s steps grant 30 s; the wait for it takes 5 s, of a clock that goes by itself."""
-    monkeypatch.setattr(drafter_pool, "WAIT_S", 5.0)
+    monkeypatch.setattr(drafter_pool, "LATE_S", 5.0)
     world.it._clock = time.perf_counter
     with DrafterPool([make_drafter_spec("Renewing")]) as pool:
         pool.wait_ready()
