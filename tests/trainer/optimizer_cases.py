@@ -162,7 +162,7 @@ def check_overlap(entry: dict[str, Any]) -> dict[str, Any]:
         if name == "wrong":
             trainer.policy.config.no_sync_func = None
         try:
-            stats = [trainer.train_step(cases.sequences(i), learning_rate=RATE) for i in range(2)]
+            stats = [trainer.train_step(cases.sequences(i), learning_rate=RATE) for i in range(3)]
         except (AssertionError, RuntimeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
             continue
