@@ -22,7 +22,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(library: Path) -> dict[str, Any]:
-    return found_by("tests.lib.simulated_cuda_cases", library)
+    return found_by("tests.lib.simulated_cuda_cases", library, anew=True)
 
 
 def test_a_round_on_a_device_is_the_same_and_reads_its_samples_alone(found: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ def test_a_policy_on_a_device_hands_over_what_it_has(library: Path, tmp_path: Pa
     """Megatron's parameters under their Hugging Face names, by buckets and then by a plan from a copy in host memory;
     where that has no room for it, by buckets alone. What an equal rank gives to the host it has on its GPU alone, and
     it says so anew when its memory moves."""
-    found = found_by("tests.lib.simulated_shards", library, tmp_path)
+    found = found_by("tests.lib.simulated_shards", library, tmp_path, anew=True)
     assert found["shared"] == 0, "parameters stay on their device"
     assert found["pushes"] == [[rounds, "", [], found["bytes"]] for rounds in (1, 0, 0)]
     assert found["devices"] == ["cuda:3"]

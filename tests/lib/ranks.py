@@ -13,6 +13,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,6 +91,22 @@ def run_beside(commands: Sequence[tuple[object, ...]], *, limit_s: float = 240.0
             child.join()
 
 
+def run_and_read(command: tuple[object, ...], environment: Mapping[str, str], *, limit_s: float) -> str:
+    """Run a module, which must end well. Returns what it printed. Args: what is added to the environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        arguments = (tuple(map(str, command)), {**os.environ, **environment}, output, errors)
+        child = _FORKED.Process(target=_printing, args=arguments)
+        try:
+            child.start()
+            child.join(limit_s)
+            assert child.exitcode == 0, f"exit code {child.exitcode}\n{errors.read_text()[-4000:]}"
+            return output.read_text()
+        finally:
+            child.kill()
+            child.join()
+
+
 def run_anew(commands: Sequence[tuple[object, ...]], *, limit_s: float = 240.0) -> None:
     """As `run_beside`, in processes of their own from the start."""
     started = [subprocess.Popen([sys.executable, "-W", "ignore", "-m", *map(str, command)]) for command in commands]
@@ -121,6 +138,14 @@ def _launch(world: int, command: tuple[str, ...], log: Path, environment: Mappin
         start_method="fork",
     )
     elastic_launch(settings, _become_rank)(command)
+
+
+def _printing(command: tuple[str, ...], environment: Mapping[str, str], output: Path, errors: Path) -> None:
+    for path, descriptor in ((output, 1), (errors, 2)):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    _become_rank(command, environment)
+    sys.stdout.flush()
 
 
 def _become_rank(command: tuple[str, ...], environment: Mapping[str, str] | None = None) -> None:

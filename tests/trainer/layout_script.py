@@ -335,11 +335,11 @@ def check_save(entry: dict[str, Any]) -> dict[str, Any]:
     trainer, case = make(entry), cases.PPO if entry.get("critic") else cases.CASES["grpo"]
     use(trainer, case)
     trainer.critic = Critic.of(trainer.config, trainer.layout, Path(entry["model"]))
-    before = [step(trainer, cases.LEARNING_RATE) for _ in range(2)]
+    before = step(trainer, cases.LEARNING_RATE)
     torch.rand(3)
     saved = checkpoint.write(trainer, Path(entry["root"]), 2, {"position": [1, 2.5], "name": "x"})()
     drawn = torch.rand(2).tolist()
-    undisturbed = [step(trainer, cases.LEARNING_RATE) for _ in range(3)]
+    undisturbed = [step(trainer, cases.LEARNING_RATE) for _ in range(2)]
     critic = Critic.of(trainer.config, trainer.layout, Path(entry["model"]))
     fresh = PolicyTrainer(trainer.config, trainer.layout, Path(entry["model"]), critic=critic)
     use(fresh, case)
@@ -350,7 +350,7 @@ def check_save(entry: dict[str, Any]) -> dict[str, Any]:
         "state": state,
         "same_random_numbers": torch.rand(2).tolist() == drawn,
         "shared_steps": shared_steps(fresh),
-        "resumed": [step(fresh, cases.LEARNING_RATE) for _ in range(3)],
+        "resumed": [step(fresh, cases.LEARNING_RATE) for _ in range(2)],
     }
     return result
 
@@ -369,7 +369,7 @@ def check_load(entry: dict[str, Any]) -> dict[str, Any]:
         state = checkpoint.load(trainer, Path(entry["path"]))
     except SpecActorError as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"state": state, "resumed": [step(trainer, cases.LEARNING_RATE) for _ in range(3)]}
+    return {"state": state, "resumed": [step(trainer, cases.LEARNING_RATE) for _ in range(2)]}
 
 
 def check_errors(entry: dict[str, Any]) -> dict[str, Any]:

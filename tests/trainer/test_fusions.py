@@ -54,7 +54,7 @@ def test_the_doctor_says_what_is_missing() -> None:
 def test_megatron_takes_these_settings() -> None:
     """Its own checks, in its branch for TransformerEngine, which a stand-in with that package's names lets it take; of
     the configurations that mbridge makes of models. Settings that it must refuse are refused."""
-    found = found_by("tests.trainer.fusions_script", **environment())
+    found = found_by("tests.trainer.fusions_script", anew=True, **environment())
     assert set(found["taken"]) == {"dense", "mixture"}
     for family, on in found["taken"].items():
         assert on == {name: name != "gradient_accumulation_fusion" for name in NEEDS}, family

@@ -25,7 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("fake")
     fake = folder / "fake_cuda.so"
     subprocess.run(["c++", "-std=c++17", "-fPIC", "-shared", str(FAKE), "-o", str(fake)], check=True)
-    return found_by("tests.lib.device_pulls", simulated_cuda.build(tmp_path_factory), fake)
+    return found_by("tests.lib.device_pulls", simulated_cuda.build(tmp_path_factory), fake, anew=True)
 
 
 def went_well(run: dict[str, Any], rounds: list[int]) -> None:

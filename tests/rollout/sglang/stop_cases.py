@@ -21,7 +21,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
 from specactor.rollout.sglang import responses  # noqa: E402
 
-CASES, EOS = 2500, 1
+SEEDS = (*range(700), 1413)  # in the last one look is too few, as in one of 2,500
+EOS = 1
 # Bytes of a, b, c, a space, and of é and € in parts; then what a merge of some of them would be.
 PIECES = ["<eos>", "a", "b", "c", "Ġ", "Ã", "©", "â", "Ĥ", "¬", "ab", "Ġc", "Ã©", "©a", "âĤ", "bc"]
 STOPS = ["ab", "abc", "a c", "é", "€a", "bab", " ", "cé", "\ufffd", "<eos>", "c" * 9]
@@ -110,12 +111,12 @@ def main() -> None:
     stripped = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 0, 1)])
     for kind, decoder in {"bytes": decoders.ByteLevel(), "joined": decoders.Fuse(), "other": stripped}.items():
         text = text_of(decoder)
-        expected = [end_of(every_token, seed, text) for seed in range(CASES)]
+        expected = [end_of(every_token, seed, text) for seed in SEEDS]
         versions: dict[str, Finish] = {"ours": responses.finish_token_by_token, "one look": one_look}
         if kind == "bytes":
             versions |= {"SGLang's": lambda original, req, new: original(req, new), "narrow look": narrow_look}
         for name, finish in versions.items():
-            ends = [end_of(finish, seed, text) for seed in range(CASES)]
+            ends = [end_of(finish, seed, text) for seed in SEEDS]
             found["differ"][f"{kind}, {name}"] = sum(a != b for a, b in zip(ends, expected, strict=True))
         decoded[0] = 0
         req, _ = request(random.Random(1), text)

@@ -15,7 +15,7 @@ from tests.lib.scripts import found_by
 def test_every_name_that_we_use_is_in_sglangs_branch_for_cuda() -> None:
     """With the names that its kernel package has, and no others. A renamed import, target of a hook, overridden method,
     field and kernel are seen."""
-    found = found_by("tests.rollout.sglang.cuda_branch")
+    found = found_by("tests.rollout.sglang.cuda_branch", anew=True)
     assert found["cuda"]
     assert "arch=90" in found["triton"]
     assert found["files"] > 500
@@ -37,7 +37,7 @@ def test_every_name_that_we_use_is_in_sglangs_branch_for_cuda() -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc: nvidia-cuda-nvcc, -crt, -nvvm and -cccl 13.0")
 def test_kernels_that_sglang_makes_itself_compile_for_a_hopper() -> None:
     """By its own loader, as for Qwen3 in bfloat16, and the libraries can be loaded."""
-    found = found_by("tests.rollout.sglang.jit_kernels")
+    found = found_by("tests.rollout.sglang.jit_kernels", anew=True)
     assert set(found) == {"kvcache", "qknorm"}
     for size, has_code, target in found.values():
         assert size > 10_000

@@ -18,7 +18,7 @@ OF_EXPERTS = (128, 768, 2048, 8, None, False, None)
 
 @pytest.mark.processes
 def test_rows_keep_their_bits_in_other_tiles_and_in_norms_of_one_kernel() -> None:
-    found = found_by("tests.rollout.sglang.product_cases", **INTERPRETED)
+    found = found_by("tests.rollout.sglang.product_cases", anew=True, **INTERPRETED)
     assert max(found["errors"]) < 1e-3
     assert all(found["alone"]), "a row has its bits in any company"
     assert found["agree"] == [False, True, False], "tiles of several depths, of one, and one dense tile that is deeper"

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return found_by("tests.rollout.sglang.sampling_kernel_cases", TRITON_INTERPRET="1")
+    return found_by("tests.rollout.sglang.sampling_kernel_cases", anew=True, TRITON_INTERPRET="1")
 
 
 def test_noise_is_that_of_every_other_path(found: dict[str, Any]) -> None:

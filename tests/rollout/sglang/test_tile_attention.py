@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 def test_a_row_has_the_same_bits_wherever_it_stands_in_its_tile(groups: tuple[str, ...]) -> None:
     """Whatever the others hold, however many keys follow; and the values are softmax attention's. Parts of another size
     and tiles of several requests, which are wrong versions, are seen."""
-    found = found_by("tests.rollout.sglang.tile_kernel_cases", *groups, **INTERPRETED)
+    found = found_by("tests.rollout.sglang.tile_kernel_cases", *groups, anew=True, **INTERPRETED)
     for name, (differing, rows, error) in found["cases"].items():
         assert differing == 0, name
         assert rows >= 12
@@ -31,7 +31,7 @@ def test_a_row_has_the_same_bits_wherever_it_stands_in_its_tile(groups: tuple[st
 def test_the_backend_decodes_verifications_with_the_bits_of_plain_rounds() -> None:
     """SGLang's Triton backend below it, with a chain, a branch and other requests in one batch, also as a graph. What a
     draft model makes for a prefill is what that backend asks for."""
-    found = found_by("tests.rollout.sglang.tile_backend_cases", **INTERPRETED)
+    found = found_by("tests.rollout.sglang.tile_backend_cases", anew=True, **INTERPRETED)
     assert max(found["error"], found["prefill"]) < 1e-6
     assert found["same"]
     assert found["others differ"]
