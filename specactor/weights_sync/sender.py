@@ -112,7 +112,7 @@ class WeightSender:
 
     def _make_plan(self, push: Push, holding: Holding | None, on_device: SharedCopy | None) -> str:
         """Make a plan of what the engines just loaded, and prove it on that; return why there is none. Collective."""
-        none = self._collective.any(bool(push.problem) or holding is None or holding is self._refused)
+        none = self._collective.any(bool(push.first_problem) or holding is None or holding is self._refused)
         for mirrors in self._mirrors[2 if none else 0 :]:  # the plan's take as much as all of them
             mirrors.close()
         if none:
@@ -187,9 +187,9 @@ class Push:
             tensors = next(own_rounds, None)
             side = self.num_rounds % 2
             bucket = self._pack_or_note(side, tensors) if tensors is not None else None
-            self._wait()
+            self._wait(lost_alone=call == LOAD)
             last = self._exchange(call, bucket, side, last=tensors is None)
-        self._wait()
+        self._wait(lost_alone=call == LOAD)
 
     def plan(self, holding: Holding, on_device: SharedCopy | None) -> tuple[str, JobPlan | None]:
         """Have the engines plan how to pull, and compare by that plan what they loaded. Returns (why there is no plan,
@@ -210,7 +210,7 @@ class Push:
             if plan is not None:
                 plan.close()
             self.lacks_room = self._collective.any(plan is not None and plan.lacks_room)
-            return "" if self._collective.any(bool(self._first_problem)) else refusal, None
+            return "" if self._collective.any(bool(self.first_problem)) else refusal, None
         so_far = self.num_rounds, self.link_bytes
         self.pull(plan, copy=False)
         self.num_rounds, self.link_bytes = so_far
@@ -218,7 +218,7 @@ class Push:
 
     def _told(self, refusal: str, replies: Mapping[int, Sequence[Answer]]) -> str:
         """Return the first refusal, or problem, of all. Collective."""
-        refusals = [refusal, *(reply.refusal for ranks in replies.values() for reply in ranks), self._first_problem]
+        refusals = [refusal, *(reply.refusal for ranks in replies.values() for reply in ranks), self.first_problem]
         told = self._collective.gather(next(filter(None, refusals), ""), str)
         return next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text), "")
 
@@ -231,7 +231,7 @@ class Push:
         unplanned = any(
             engine not in plan.chunks or reply.unplanned for engine, ranks in replies.items() for reply in ranks
         )
-        own = Answer(digests=digests[0], unplanned=unplanned, problem=self._first_problem)
+        own = Answer(digests=digests[0], unplanned=unplanned, problem=self.first_problem)
         states = self._collective.gather(own, Answer)
         self._touched = copy
         if any(state.unplanned for state in states) and not any(state.problem for state in states):
@@ -248,7 +248,7 @@ class Push:
         all_of_them = self._collective.any(bool(self.problem))
         if not all_of_them:
             self._submit(COMMIT, self.version)
-            self._wait(self._alone)
+            self._wait(all_alone=True)
         self._touched = True
         self._end_engines([e for e in self._engines if all_of_them or e.index in self._alone])
 
@@ -258,12 +258,12 @@ class Push:
             engine.kill()
 
     @property
-    def _first_problem(self) -> str:
+    def first_problem(self) -> str:
         return self.problem or next(iter(self._alone.values()), "")
 
     def agree(self, stage: str) -> None:
         """Raise WeightSyncError on all ranks if one has a problem: the one that stays."""
-        own = self._first_problem, bool(self._apart), bool(self.problem)
+        own = self.first_problem, bool(self._apart), bool(self.problem)
         told = self._collective.gather(own, tuple[str, bool, bool])
         for rank, (problem, stays, _) in sorted(enumerate(told), key=lambda each: not each[1][1]):
             if problem:
@@ -396,7 +396,7 @@ class Push:
         self._answers = {}
         self._submit(call, message)
         meanwhile()
-        self._wait(self._alone)
+        self._wait(all_alone=True)
         return self._answers
 
     def _ask(self, engine: Engine, call: str, payload: bytes) -> None:
@@ -407,14 +407,15 @@ class Push:
                 raise WeightSyncError(f"engine {engine.index}, rank {rank}: {answer.problem}")
         self._answers[engine.index] = answers
 
-    def _wait(self, alone: dict[int, str] | None = None) -> None:
-        """Wait for all answers. Problems go into `alone` where they leave other engines whole."""
+    def _wait(self, *, all_alone: bool = False, lost_alone: bool = False) -> None:
+        """Wait for all answers. Args: whether any problem is its engine's alone, or that of an engine which does not
+        answer; other problems leave others with a mixture."""
         for engine, future in self._pending:
             try:
                 future.result()
             except (EngineError, WeightSyncError) as error:
-                if alone is None:
-                    self.problem = self.problem or str(error)
+                if all_alone or (lost_alone and isinstance(error, EngineError)):
+                    self._alone[engine] = str(error)
                 else:
-                    alone[engine] = str(error)
+                    self.problem = self.problem or str(error)
         self._pending = []

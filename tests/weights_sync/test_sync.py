@@ -12,6 +12,7 @@ import pytest
 from specactor.config import TinyModelConfig
 from specactor.data.tiny_model import make_tiny_model
 from specactor.rollout.warm_starter import WarmStarter
+from specactor.weights_sync.messages import LOAD
 from tests.lib.ranks import run_ranks, torchrun
 from tests.weights_sync.kills import CASES as CASES_OF_KILLS
 from tests.weights_sync.kills import FIRST as FIRST_KILLS
@@ -187,6 +188,8 @@ def assert_survived(kills: list[dict[str, Any]]) -> None:
         assert kill["failed"] or "old" not in kill["hold"], kill
         assert kill["left"] == [], kill
         assert kill["again"], kill
+        if kill["case"][1] == LOAD:  # all was checked before, so that the other engine goes on
+            assert "new" in kill["hold"], kill
     assert kills[-1]["more_memory"] <= 0
     assert kills[-1]["would be seen"], "a mixture answers like neither version"
     assert any("dead" in kill["hold"] for kill in kills)
