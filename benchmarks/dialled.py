@@ -179,14 +179,14 @@ class Elsewhere(Continuer):
         self._script = Script.read(spec.model_dir)
 
         self.wants_runners_up = True
-        self._runners_up: list[int] = []
+        self._runners_up: list[int | None] = []
 
     def extend(self, lanes: Sequence[Lane]) -> list[list[int]]:
         script = self._script
         script.spend(len(lanes))
         both = [script.choices(lane.seed, len(lane.tokens), lane.tokens[-1] if lane.tokens else -1) for lane in lanes]
-        self._runners_up = [runner_up if script.runner_up else -1 for _, runner_up in both]
+        self._runners_up = [runner_up if script.runner_up else None for _, runner_up in both]
         return [[first] for first, _ in both]
 
-    def runners_up(self) -> list[int]:
+    def runners_up(self) -> list[int | None]:
         return self._runners_up

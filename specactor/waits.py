@@ -6,7 +6,7 @@ Invariants: several signs of life come within `SILENT_S`, and two within `GRACE_
 
 from __future__ import annotations
 
-LOOK_EVERY_S = 0.02
+LOOK_EVERY_S = 0.1
 """Between two looks at what tells nobody that it has changed. It is too short to be noticed; a look costs next to
 nothing."""
 RETRY_PAUSE_S = 0.5

@@ -25,7 +25,7 @@ AWAY = Member(machine="another", pid=os.getpid())
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("SIGN_OF_LIFE_S", 0.1), ("MOMENT_S", 0.2)):
+    for name, value in (("SIGN_OF_LIFE_S", 0.1), ("MOMENT_S", 0.2), ("ANSWER_S", 12.0)):
         monkeypatch.setattr(run_owner, name, value)
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)

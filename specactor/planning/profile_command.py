@@ -30,7 +30,7 @@ from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError, PlanError
 from specactor.parallel.devices import gpus, numbers
 from specactor.parallel.layout import ModelShape
-from specactor.planning.profile_grid import Cell, beside, by_requests, cells, cost_table
+from specactor.planning.profile_grid import SEEN, Cell, beside, by_requests, cells, cost_table
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.decoupled.transport import Address, DrafterAccess
@@ -393,6 +393,6 @@ def _drafted(
         engine.generate(requests_of(config, size, sizes, tokens))
         work = process.work(trace=False)
         turns += work.turns if work is not None else []
-        if is_late() or sum(n == size for n, _, _ in turns) >= MIN_ROUNDS:
+        if is_late() or sum(n == size for n, _, _ in turns) >= SEEN:
             break
     return turns, _rounds_of(engine)

@@ -11,9 +11,10 @@ from itertools import product
 from statistics import fmean, median
 
 from specactor.errors import PlanError
-from specactor.rollout.speculation.costs import BOUNDS, MIN_ROUNDS, CostTable, Grid, Point
+from specactor.rollout.speculation.costs import CostTable, Grid, Point
 
-STALL = BOUNDS[1]  # times the median, or what a table says, from which on seconds are left out
+STALL = 3.0  # times the median, or what a table says, from which on seconds are left out
+SEEN = 8  # times, for a mean: of fewer, one stall that is not left out moves it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,7 @@ def by_requests(points: Iterable[Point]) -> Grid:
         {
             n: fmean([s for s in found if s <= STALL * median(found)])
             for n, found in each.items()
-            if len(found) >= min(MIN_ROUNDS, most)
+            if len(found) >= min(SEEN, most)
         }
     )
 

@@ -34,6 +34,7 @@ from specactor.waits import LOOK_EVERY_S
 
 REPORT_TOKENS = 64  # an engine reports a running request every so many tokens
 
+POLL_S = 0.02  # between two looks at what other ranks have told, for which a round of engines waits
 NOTICE_ROUNDS = 2.0**ABSENT  # until an engine that found no drafter looks for one again
 Running = Iterable[tuple[int, int]]  # tokens emitted, and at most, of each running request
 
@@ -171,7 +172,7 @@ class Driver:
         try:
             # Other ranks tell what they have found of their groups.
             polls = self._refill is not None or self._is_enough is not None
-            waits = [conversations.wait_s() if conversations else None, LOOK_EVERY_S if polls else None]
+            waits = [conversations.wait_s() if conversations else None, POLL_S if polls else None]
             found.append(self._events.get(timeout=min((s for s in waits if s is not None), default=None)))
             while conversations:  # turns that are there together are sent together
                 found.append(self._events.get_nowait())
@@ -335,7 +336,7 @@ class Driver:
         """Stop where other ranks have completed what was missing."""
         if self._is_enough is None or self._stopping or time.monotonic() < self._look_at_s:
             return
-        self._look_at_s = time.monotonic() + LOOK_EVERY_S  # many ranks ask one store
+        self._look_at_s = time.monotonic() + POLL_S  # many ranks ask one store
         if self._is_enough(0):
             self._stop()
 

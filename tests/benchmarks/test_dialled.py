@@ -96,3 +96,13 @@ def test_a_step_takes_its_time() -> None:
     began = time.perf_counter()
     script(1.0, step_s=0.02).spend(4)  # twice as much as two requests
     assert time.perf_counter() - began >= 0.08
+
+
+@pytest.mark.parametrize("runner_up", [0.0, 0.5])
+def test_a_drafter_without_second_choices_tells_none(runner_up: float) -> None:
+    """Whatever is told is drafted on from."""
+    drafter = object.__new__(Elsewhere)
+    drafter._script = msgspec.structs.replace(script(0.7), runner_up=runner_up)
+    drafter.extend([Lane(key="a", prompt_ids=(1,), tokens=RIGHT[:5], seed=5, temperature=1.0, agreed=0)])
+    [told] = drafter.runners_up()
+    assert (told is None) == (runner_up == 0.0)

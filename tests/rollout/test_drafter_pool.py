@@ -22,7 +22,6 @@ from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.rollout.driver import BorrowedDevices
 from specactor.rollout.sglang.engine_client import Engine
-from specactor.waits import LOOK_EVERY_S
 from specactor.weights_sync.draft_push import DraftSender
 from tests.rollout.conftest import Footprint
 from tests.rollout.decoupled.test_supervisor import PATIENCE_S, assert_drafts, child_of, is_listening, make_drafter_spec
@@ -59,7 +58,7 @@ def test_dead_drafters_are_replaced(make_drafter_spec: Callable[..., DrafterSpec
         footprints += [Footprint.of(drafter.pid) for drafter in pool.drafters]
         os.kill(child_of(pool.drafters[0]), signal.SIGKILL)
         wait_until(lambda: not pool.drafters[0].alive)
-        time.sleep(4 * LOOK_EVERY_S + 4 * PAUSE_S)
+        settled()
         assert not pool.drafters[0].alive, "it was restarted as often as is allowed"
         assert pool.restarts == 2
         assert_drafts(specs[1])
@@ -269,7 +268,7 @@ def test_nobody_waits_while_a_drafter_is_ended_or_started(
 
 def settled() -> None:
     """Whatever the watcher is about to do is done."""
-    time.sleep(4 * LOOK_EVERY_S + 4 * PAUSE_S)
+    time.sleep(1.0)
 
 
 def test_one_that_is_late_takes_no_other_with_it(

@@ -30,7 +30,7 @@ Point = tuple[int, int, float]
 """A measured round: (requests, total, seconds). `total` is rows of a verify, or requests * window of a draft."""
 MAX_NODES = 12  # most points of a fitted axis: ragged rounds have a different number of tokens per request each
 BOUNDS = (0.25, 4.0)  # bounds of a correction: what is further off is a stall, or a table of another machine
-MIN_ROUNDS = 5  # fewest of a kind that say what it takes: a median of fewer follows single stalls
+MIN_ROUNDS = 5  # fewest of a kind for a median of what it takes: one of fewer follows single stalls
 MAX_POINTS = 1024  # rounds of each kind that are remembered
 TRIED = (0, 2, 4, 1)  # windows to try, in turns, while there is no table; those beyond the largest are cut to it
 FIRST_FIT = 3 * len(TRIED)  # rounds before the first fit: of each window a median that one stall does not move
