@@ -112,8 +112,8 @@ def missing_overrides(trees: dict[str, ast.Module], texts: list[str]) -> set[str
 def foreign_names(trees: dict[str, ast.Module]) -> set[str]:
     """Return names that our files reach on objects of SGLang."""
     own = {name for path in OURS.rglob("*.py") for name in defined(ast.parse(path.read_text()))}
-    of_models = {"eagle_config", "target_hidden_size"}  # of their configurations
-    return {name for tree in trees.values() for name in attributes(tree)} - own - of_others(trees.values()) - of_models
+    elsewhere = {"eagle_config", "target_hidden_size", "_get_default_store"}  # in models' configurations, and in torch
+    return {name for tree in trees.values() for name in attributes(tree)} - own - of_others(trees.values()) - elsewhere
 
 
 def missing_fields(foreign: set[str], texts: list[str]) -> set[str]:
