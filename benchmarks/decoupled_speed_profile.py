@@ -24,7 +24,7 @@ from benchmarks.decoupled_speed_clock import coupled_of_endless, decoupled_of_en
 from benchmarks.dialled import Script
 from specactor.planning.plans import Pace, RolloutPlan
 from specactor.planning.profile_grid import beside, by_requests, column
-from specactor.rollout.decoupled.drafter_side import AHEAD
+from specactor.rollout.decoupled.protocol import AHEAD
 from specactor.rollout.decoupled.supervisor import DrafterProcess
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.rollout.sglang.speculation_calls import Rounds

@@ -102,6 +102,7 @@ MEASURED = (
 WHEN = ("date", "machine")  # of a row's own measurement: settings are measured on different days
 SIMULATED = 3  # place of the simulator's figure, behind the measured one
 COLUMNS = (*MEASURED[:SIMULATED], "simulated", *MEASURED[SIMULATED:])
+PAIRED = ("tokens per turn", "idle, engines")
 
 
 def add(one: Passes, other: Passes) -> Passes:
@@ -212,26 +213,24 @@ processes wanted one of {cores} cores.{beside}"""
 
 
 GREEDY = """\
-`auto` takes what emits most tokens of all requests per second, now. Where responses are equally long, a batch ends \
-with its slowest request: those whose text drafts are poor end late, so that `auto: coupled or text` may be slower \
-than coupled drafting alone. Tried without devices, with the shipped speculator and these costs: counting tokens of \
-slow requests for more makes 32 requests of equal length about 3 % faster, and a long tail 3 to 6 % slower. Left out."""
+`auto` takes what emits most tokens of all requests per second, now. Requests that text serves well run ahead, and a \
+batch ends with its slowest request: where responses are equally long, `auto: coupled or text` may be slower than \
+coupled drafting alone."""
 
 
 def at_a_glance(rows: Sequence[Sequence[str]]) -> Table:
-    """Return a row per setting: tokens/s over off by contestant, of `COLUMNS`, and what two of them did."""
-    place = {name: COLUMNS.index(name) for name in ("tokens/s over off", "tokens per turn", "idle, engines")}
-    drafts = COLUMNS.index("turns with drafts")
+    """Return a row per setting: tokens/s over off by contestant, of `COLUMNS`, and what coupled and decoupled did."""
+    ratio, *both, drafts = map(COLUMNS.index, ("tokens/s over off", *PAIRED, "turns with drafts"))
     by_setting: dict[str, dict[str, Sequence[str]]] = {}
     for row in rows:
         by_setting.setdefault(row[0], {})[row[1]] = row
     found = []
     for name, of in by_setting.items():
-        pairs = [f"{of['coupled'][place[what]]}, {of['decoupled'][place[what]]}" for what in [*place][1:]]
-        ratios = [of[contestant][place["tokens/s over off"]] for contestant in CONTESTANTS]
-        found.append([name, *ratios, *pairs, of["decoupled"][drafts]])
-    pairs = [f"{what}: coupled, decoupled" for what in [*place][1:]]
-    return ("setting", *CONTESTANTS, *pairs, "turns with drafts: decoupled"), found
+        coupled, decoupled = of["coupled"], of["decoupled"]
+        pairs = [f"{coupled[column]}, {decoupled[column]}" for column in both]
+        found.append([name, *(of[contestant][ratio] for contestant in CONTESTANTS), *pairs, decoupled[drafts]])
+    paired = [f"{what}: coupled, decoupled" for what in PAIRED]
+    return ("setting", *CONTESTANTS, *paired, "turns with drafts: decoupled"), found
 
 
 def beside_tests(rows: Sequence[Sequence[str]]) -> str:

@@ -7,8 +7,8 @@ Invariants: several signs of life come within `SILENT_S`, and two within `GRACE_
 from __future__ import annotations
 
 LOOK_EVERY_S = 0.1
-"""Between two looks at what tells nobody that it has changed. It is too short to be noticed; a look costs next to
-nothing."""
+"""Between two looks at what tells nobody that it has changed. It is too short to be noticed, and long beside what
+a look costs."""
 RETRY_PAUSE_S = 0.5
 """Before what failed is tried again, doubled every further time. A process or a server is not back any sooner."""
 MOMENT_S = 1.0
@@ -21,7 +21,7 @@ GRACE_S = 5.0
 LATE_S = 2 * GRACE_S
 """Who was to finish, or to import and begin, is late from then on: it is ended, or others go on without it."""
 SILENT_S = 30.0
-"""A peer without any sign of life for so long is lost. Machines and networks do stall for seconds, and come back."""
+"""Without a word for so long, a peer is lost, and a server is not there. Both do stall for seconds, and come back."""
 ANSWER_S = 60.0
 """Longest wait for an answer. A process may have to import, to build kernels or to finish a long batch before it."""
 BULK_S = 300.0

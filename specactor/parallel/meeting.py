@@ -130,7 +130,7 @@ def _join(store: Store, own: Greeting, rank: int) -> tuple[str, str, list[Greeti
 
 def _connected(head: str, port: int) -> Store:
     try:
-        return TCPStore(head, port, is_master=False, timeout=timedelta(seconds=SILENT_S))
+        return TCPStore(head, port, is_master=False, timeout=timedelta(seconds=SILENT_S))  # there before us
     except RuntimeError:
         raise ConfigError.at(
             "launcher",

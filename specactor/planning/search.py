@@ -31,7 +31,7 @@ from specactor.planning.plans import (
     ready,
     running,
 )
-from specactor.rollout.decoupled.drafter_side import AHEAD
+from specactor.rollout.decoupled.protocol import AHEAD
 from specactor.rollout.speculation.acceptance import AcceptanceModel
 from specactor.rollout.speculation.costs import METHOD, CostTable, Grid
 from specactor.rollout.speculation.windows import OFF

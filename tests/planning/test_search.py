@@ -26,7 +26,7 @@ from specactor.planning.plans import (
     running,
 )
 from specactor.planning.search import search
-from specactor.rollout.decoupled.drafter_side import AHEAD
+from specactor.rollout.decoupled.protocol import AHEAD
 from specactor.rollout.speculation.acceptance import survival_of
 from specactor.rollout.speculation.costs import Grid
 from tests import test_structure

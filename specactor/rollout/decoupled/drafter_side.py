@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, cast
 
 from specactor.config import MAX_WINDOW
 from specactor.rollout.decoupled import protocol
-from specactor.rollout.decoupled.protocol import Beat, Close, Commits, Drops, Numbering, Open, Pulse, Resend, Tail
+from specactor.rollout.decoupled.protocol import (
+    AHEAD,
+    Beat,
+    Close,
+    Commits,
+    Drops,
+    Numbering,
+    Open,
+    Pulse,
+    Resend,
+    Tail,
+)
 from specactor.rollout.speculation.verification import common
 from specactor.waits import SILENT_S
 
@@ -17,7 +28,6 @@ if TYPE_CHECKING:
     from specactor.weights_sync.messages import DraftWeights
 
 TAILS_EVERY_S = 1e-3  # while more is drafted at once: frames cost more than what is in them
-AHEAD = protocol.MAX_TAIL_TOKENS // MAX_WINDOW  # windows: one that the engine can verify now, and one ahead of that
 Key = tuple[int, int]  # session of the engine, number of the request there
 
 

@@ -23,7 +23,8 @@ from specactor.errors import SpecActorError
 MAGIC = b"SADP"
 VERSION = 7
 MAX_FRAME_BYTES = 16 << 20
-MAX_TAIL_TOKENS = 2 * MAX_WINDOW  # a window in the hands of the verifier, and a window ahead of it
+AHEAD = 2  # windows that are drafted ahead: one that the engine can verify now, and the next one
+MAX_TAIL_TOKENS = AHEAD * MAX_WINDOW
 MAX_ROWS = 1 << 14  # tails in one record: with all their tokens, less than a frame
 _HEADER = struct.Struct("<4sB3xQQQ")  # magic, version, session of sender and receiver (0: unknown), number
 LARGEST = (1 << 63) - 1

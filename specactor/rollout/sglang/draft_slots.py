@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from specactor.rollout.decoupled.protocol import MAX_TAIL_TOKENS
-
-BLOCK_TOKENS = MAX_TAIL_TOKENS  # slots of a block: a branch has one of its own, and is at most so long
+BLOCK_TOKENS = 32  # slots of a block
 
 
 class Slots:

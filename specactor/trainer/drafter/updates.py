@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from specactor.config import DistillationConfig, TrainConfig
+from specactor.config import DistillationConfig
 from specactor.device_memory import HostCopies
 from specactor.errors import CheckpointError, ConfigError, SpecActorError
 
 ADAM_BETAS = (0.9, 0.98)  # of AdamW; a shorter memory than usual, since the policy that is followed moves on
-GRAD_CLIP = TrainConfig.grad_clip  # largest global norm of a gradient: as of a policy, where nobody sets it
+GRAD_CLIP = 1.0  # largest global norm of a gradient
 
 
 def diverged(what: str, value: float) -> SpecActorError:

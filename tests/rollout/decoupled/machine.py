@@ -7,9 +7,9 @@ import random
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from specactor.rollout.decoupled.drafter_side import AHEAD, MirroredRequests
+from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.engine_side import Tails
-from specactor.rollout.decoupled.protocol import MAGIC, VERSION
+from specactor.rollout.decoupled.protocol import AHEAD, MAGIC, VERSION
 from tests.rollout.decoupled.network import WINDOW, World
 
 SMALL, LARGE = 60, 100_000

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from specactor.rollout.decoupled.drafter_side import AHEAD, MirroredRequests
+from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.engine_side import BEAT_EVERY_S, Tails
-from specactor.rollout.decoupled.protocol import TOKEN_BYTES
+from specactor.rollout.decoupled.protocol import AHEAD, TOKEN_BYTES
 from specactor.waits import MOMENT_S
 from tests.rollout.decoupled.scripted import WRONG, Scripted, script
 

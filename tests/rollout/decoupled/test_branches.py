@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from specactor.config import MAX_WINDOW
-from specactor.rollout.decoupled.drafter_side import AHEAD, Mirror
+from specactor.rollout.decoupled.drafter_side import Mirror
 from specactor.rollout.decoupled.engine_side import Tails
-from specactor.rollout.decoupled.protocol import Commits, Resend, TailColumns, newest, unpack
+from specactor.rollout.decoupled.protocol import AHEAD, Commits, Resend, TailColumns, newest, unpack
 from tests.rollout.decoupled.scripted import WRONG, script
 from tests.rollout.decoupled.test_drafter_side import (
     ENGINE,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specactor.rollout.decoupled.drafter_side import AHEAD, TAILS_EVERY_S, MirroredRequests
+from specactor.rollout.decoupled.drafter_side import TAILS_EVERY_S, MirroredRequests
 from specactor.rollout.decoupled.protocol import (
+    AHEAD,
     Beat,
     Close,
     Commits,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
-from specactor.rollout.decoupled.drafter_side import AHEAD, MirroredRequests
+from specactor.rollout.decoupled.drafter_side import MirroredRequests
 from specactor.rollout.decoupled.engine_side import Tails
+from specactor.rollout.decoupled.protocol import AHEAD
 from tests.rollout.decoupled.network import WINDOW, World
 
 SMALL, LARGE = 60, 100_000
