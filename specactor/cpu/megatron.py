@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from specactor.cpu import torchvision_ops
+from specactor.cpu import gloo, torchvision_ops
 
 CPU = torch.device("cpu")
 
@@ -164,6 +164,7 @@ def install_torch() -> None:
     _install_state()
     _install_devices()
     _install_gloo()
+    gloo.share_device()
 
 
 class Stream:

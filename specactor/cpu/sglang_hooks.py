@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from specactor.cpu import sglang_ops
+from specactor.cpu import gloo, sglang_ops
 
 
 def install() -> None:
     """Register the hooks. Call it from a plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    gloo.share_device()
     allow_seeded_sampling("torch_native")
     _install_attention()
     _allow_capture_of_experts()

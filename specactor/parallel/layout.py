@@ -26,6 +26,7 @@ class ModelShape:
     num_experts: int  # 0 for a dense model
     vocab_size: int
     max_position: int
+    mlp_width: int = 0  # of a dense model; 0: experts, which SGLang may also place whole
     is_head: bool = False  # an EAGLE-3 head, and no model by itself
     has_mtp: bool = False  # an MTP layer behind the last one
 
@@ -70,9 +71,21 @@ class ModelShape:
             num_experts=experts_in(raw),
             vocab_size=raw["vocab_size"],
             max_position=raw["max_position_embeddings"],
+            mlp_width=0 if experts_in(raw) else raw.get("intermediate_size", 0),
             is_head=EAGLE3_HEAD in (raw.get("architectures") or ()),
             has_mtp=has_mtp(raw),
         )
+
+    def refused_by(self, ranks: int) -> str:
+        """Return what a number of SGLang's tensor-parallel ranks has to be and `ranks` is not; "" for nothing."""
+        few, many = sorted((self.num_kv_heads, ranks))
+        rules = {
+            f"a divisor of {self.num_heads} heads": self.num_heads % ranks,
+            # with more ranks than these each has a copy
+            f"a divisor or a multiple of {self.num_kv_heads} key-value heads": many % few,
+            f"a divisor of an MLP's width of {self.mlp_width}": self.mlp_width % ranks,
+        }
+        return next((rule for rule, left in rules.items() if left), "")
 
 
 def experts_in(raw: Mapping[str, Any]) -> int:
@@ -242,9 +255,9 @@ def _check_sizes(config: Config, shape: ModelShape) -> None:
         )
     rule(
         "parallel.engine_tensor",
-        shape.num_heads % p.engine_tensor == 0,
-        f"a divisor of {shape.num_heads} heads",
-        "Choose a divisor.",
+        not shape.refused_by(p.engine_tensor),
+        shape.refused_by(p.engine_tensor),
+        "Choose one.",
     )
     rule(
         "rollout.max_new_tokens",

@@ -190,6 +190,13 @@ def check_in_engines(config: Config, policy: ModelShape) -> None:
                     f"{whose}{needed}",
                     "Make one with specactor drafter init.",
                 )
+        if rule := draft.refused_by(config.parallel.engine_tensor):
+            raise ConfigError.at(
+                "parallel.engine_tensor",
+                config.parallel.engine_tensor,
+                f"{rule} of the draft model {folder}",
+                "Use another, or draft in processes: --rollout.speculation.mode decoupled.",
+            )
         if draft.is_head:
             from specactor.rollout.sglang.head_runner import refuse_unfit  # which others need not import
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -145,8 +146,17 @@ class _Plan:
     memories: list[Memory | torch.Tensor | OpenedMemory | None]
     """On the host, or on this rank's own GPU; None where nothing is taken from."""
     through_host: str
+    read: list[tuple[torch.Tensor, list[tuple[int, int]]]] = field(default_factory=list)
+    """Host memories with parts, (first byte, end), that this rank's GPU reads and that are not locked yet."""
     locked: list[torch.Tensor] = field(default_factory=list)
-    """Parts of host memories, for this rank's GPU."""
+
+    def lock(self) -> None:
+        """Lock what is read, which makes the pages: not before the trainer has found room for them."""
+        while self.read:
+            try:
+                self.locked.extend(lock(*self.read.pop()))
+            except WeightSyncError as error:
+                logging.getLogger(__name__).warning("Weights come at half the speed: %s", error)
 
 
 class Receiver:
@@ -217,7 +227,7 @@ class Receiver:
                     self._plan.memories[number] = read_only(address)
                 else:
                     memory = self._plan.memories[number] = open_address(address, locked=False)
-                    self._plan.locked.extend(lock(memory, read[number]))
+                    self._plan.read.append((memory, read[number]))
         except (OSError, WeightSyncError) as error:
             self._forget_plan()
             return msgspec.msgpack.encode(Answer(refusal=str(error)))
@@ -266,6 +276,8 @@ class Receiver:
         if message.copy and self._open_version != message.version:
             self._begin(rank, message.version)
         try:
+            if message.copy:
+                self._plan.lock()
             digests = self._digests(_flat(rank.model, self._plan.sizes), self._plan, copies=message.copy)
         except (TypeError, ValueError, WeightSyncError) as error:
             return msgspec.msgpack.encode(Answer(problem=str(error)))

@@ -50,7 +50,7 @@ def test_context_parallel_ranks_share_a_sequence_without_gap_or_overlap(found: l
     assert found[0]["positions"]
 
 
-@pytest.mark.parametrize("what", ["strided_scatter", "uneven_all_gather"])
+@pytest.mark.parametrize("what", ["strided_scatter", "uneven_all_gather", "one_device"])
 def test_gaps_of_gloo_are_filled(found: list[dict[str, Any]], what: str) -> None:
     assert all(rank["gloo"][what] for rank in found)
 

@@ -27,6 +27,10 @@ def no_chunks(*given: Any) -> Any:
     raise WeightSyncError("a would be written twice from byte 7 on")
 
 
+def no_lock(data: torch.Tensor, parts: Any) -> Any:
+    raise WeightSyncError("CUDA could not lock 120 bytes of shared memory (error 2)")
+
+
 def nowhere(self: Cuda, pointer: int) -> tuple[int, int]:
     raise WeightSyncError("cuMemGetAddressRange: it is in no allocation of this process (1)")
 
@@ -47,6 +51,7 @@ WRONG: dict[str, tuple[Any, str, Any]] = {
     "offset ignored": (OpenedMemory, "find", no_offset),
     "nothing closed": (cuda_ipc, "_close", lambda opened: None),
     "closed late": (receiver.Receiver, "check", lambda *given: closed_late(*given)),
+    "no lock": (receiver, "lock", no_lock),
     "all locked": (receiver, "lock", lambda data, parts: memory.lock(data, [(0, data.numel())])),
 }
 _check = receiver.Receiver.check

@@ -336,7 +336,8 @@ def main(library: Path, fake: Path) -> None:
             found[name] = pushes(source, engine, change)
 
         run("same GPU")
-        run("another GPU", visible="7")
+        for name in ("another GPU", "no lock"):
+            run(name, visible="7")
         for name in ("one tensor", "all locked"):
             run(name, visible="7", only_c=True)
         with patch.object(pulls, "room_bytes", lambda local_ranks: 4 * (48 + 40 + 24) * 64 - 1):

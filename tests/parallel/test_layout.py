@@ -141,7 +141,19 @@ def test_layouts_that_work(world: int, parallel: dict[str, int], data: int) -> N
             4,
             {"engine_tensor": 3},
             MOE,
-            "parallel.engine_tensor: got 3, expected a divisor of 4 heads. Choose a divisor.",
+            "parallel.engine_tensor: got 3, expected a divisor of 4 heads. Choose one.",
+        ),
+        (
+            7,
+            {"engine_tensor": 7},
+            replace(DENSE, num_heads=28, num_kv_heads=4),  # Qwen2.5-7B
+            "parallel.engine_tensor: got 7, expected a divisor or a multiple of 4 key-value heads. Choose one.",
+        ),
+        (
+            4,
+            {"engine_tensor": 4},
+            replace(DENSE, mlp_width=18),
+            "parallel.engine_tensor: got 4, expected a divisor of an MLP's width of 18. Choose one.",
         ),
         (
             256,

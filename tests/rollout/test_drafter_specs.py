@@ -352,6 +352,18 @@ def test_a_draft_model_that_is_too_small_for_the_policy(tmp_path: Path, changes:
     check_in_engines(made, replace(policy, **changes))  # its own processes draft for requests that fit it
 
 
+def test_a_draft_model_that_the_engines_ranks_cannot_divide(tmp_path: Path) -> None:
+    """As Qwen2.5-0.5B, with 14 heads, on four."""
+    made = config(tmp_path)
+    within = replace(made.rollout.speculation, mode="coupled", drafters=("model",))
+    parallel = ParallelConfig(engine_tensor=7)
+    here = replace(made, parallel=parallel, rollout=replace(made.rollout, speculation=within))
+    with pytest.raises(
+        ConfigError, match=r"^parallel.engine_tensor: got 7, expected a divisor of 2 heads of the draft"
+    ):
+        check_in_engines(here, ModelShape.read(tmp_path))
+
+
 def test_a_draft_model_needs_the_positions_of_the_runs_texts_alone(tmp_path: Path) -> None:
     """Heads say 2,048 and Qwen3-0.6B 40,960 beside policies of 262,144: engines have room for a run's longest text."""
     made = config(tmp_path)

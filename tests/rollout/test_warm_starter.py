@@ -177,6 +177,14 @@ def test_a_starter_ends_with_its_owner(pause_s: float) -> None:
             time.sleep(0.01)
 
 
+def threads_of_gloo(engine: Engine) -> int:
+    assert engine.ready is not None
+    names = [
+        file.read_text() for pid in engine.ready.scheduler_pids for file in Path(f"/proc/{pid}/task").glob("*/comm")
+    ]
+    return names.count("gloo_tcp_loop\n")
+
+
 def test_an_engine_that_was_started_generates_what_forked_ones_do(
     engine: Engine, make_spec: Callable[..., EngineSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +195,7 @@ def test_an_engine_that_was_started_generates_what_forked_ones_do(
     try:
         started.wait_ready(300)
         found = started.generate(requests)
+        assert threads_of_gloo(started) == threads_of_gloo(engine) == 1, "each takes a hundredth of a core"
     finally:
         started.stop()
     assert [t.token_ids for t in found] == [t.token_ids for t in expected]

@@ -89,6 +89,11 @@ def test_only_what_is_read_is_locked(found: dict[str, Any]) -> None:
     assert found["all locked"]["locked"] == [run["locked"][0], whole], "a wrong version of the engine"
 
 
+def test_pages_that_cannot_be_locked_are_read_all_the_same(found: dict[str, Any]) -> None:
+    went_well(found["no lock"], BY_PLAN)
+    assert found["no lock"]["locked"] == [found["another GPU"]["locked"][0], 0]
+
+
 def test_room_is_for_what_is_read(found: dict[str, Any]) -> None:
     """The host has a byte less than all tensors take. Where no engine reads them there, or few, that is enough."""
     for case, host in {"same GPU, no room": False, "one tensor, no room for all": True}.items():
@@ -99,7 +104,7 @@ def test_room_is_for_what_is_read(found: dict[str, Any]) -> None:
     [note] = set(run["notes"][:1])
     assert note == "rank 0: no memory for copies of a GPU's tensors: 28672 bytes are needed, and a rank may take 28671"
     assert run["notes"][1:] == [""] * (PUSHES - 1)
-    assert (run["host bytes"], run["locked"][0]) == (0, 0)
+    assert (run["host bytes"], run["locked"]) == (0, [0, 0]), "locking would make the pages for which there is no room"
 
 
 def test_what_an_engine_on_another_gpu_could_not_open_anyway_is_not_said(found: dict[str, Any]) -> None:
