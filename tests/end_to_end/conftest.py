@@ -18,6 +18,7 @@ TRAIN = ROOT / "launch" / "train_moe.py"
 SHORT = (
     *("--train.steps", "2", "--warmup.steps", "40", "10", "--eval.problems", "64", "--checkpoint.every", "1"),
     *("--rollout.prompts-per-step", "8", "--data.params", "min_n=1", "max_n=9999", "size=2000"),
+    *("--train.schedule", "constant"),  # some go on for more steps, and are compared with a run of as many
 )
 """The quickstart, cut short: it need not learn."""
 
