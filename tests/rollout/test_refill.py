@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specactor.data.dataset import Dataset
 from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
+from specactor.errors import DataError
 from specactor.metrics import METRICS
 from specactor.progress import Progress
 from specactor.recipes import load
@@ -255,6 +256,45 @@ def test_conversations_that_failed_in_a_replaced_group_are_counted(tmp_path: Pat
     assert (own.num_failed, own._first_failure) == (size, "mine: step: it is down")
     own.collect(1)
     assert own.num_failed == size
+
+
+def test_a_group_that_failed_says_nothing_of_its_problem(tmp_path: Path, grading: Grading) -> None:
+    """Neither to the mean of what was drawn nor to a curriculum, which knows the problem's rate, or that it has none.
+    Wrong: .5."""
+    make_char_tokenizer(tmp_path)
+    seen: dict[str, Trajectory] = {}
+
+    class Sees(Failing):
+        def generate(self, requests: Sequence[RolloutRequest], **options: Any) -> None:
+            finished = options["on_finished"]
+
+            def heard(t: Trajectory) -> None:
+                seen[t.request_id] = t
+                finished(t)
+
+            super().generate(requests, **options | {"on_finished": heard})
+
+    own = collector([Sees()], load_tokenizer(tmp_path), grading, data__order="curriculum")
+    own.collect(0)
+    scores = [float(own.grading.scored(t).reward or 0.0) for t in seen.values() if not t.failure]
+    assert len(scores) == len(seen) - 2
+    assert own.drawn["reward/drawn_mean"] == pytest.approx(sum(scores) / len(scores))
+    rates = cast("Any", own.prompts.state())["rates"]
+    assert len(rates) == own.drawn["reward/drawn_groups"] - 1
+
+
+def test_a_step_in_which_all_failed_is_an_error_that_says_so(tmp_path: Path, grading: Grading) -> None:
+    make_char_tokenizer(tmp_path)
+
+    class Fails(Ready):
+        def generate(self, requests: Sequence[RolloutRequest], **options: Any) -> None:
+            finished = options["on_finished"]
+            down = {"on_finished": lambda t: finished(replace(t, failure="mine: step: it is down"))}
+            super().generate(requests, **options | down)
+
+    own = collector([Fails()], load_tokenizer(tmp_path), grading)
+    with pytest.raises(DataError, match="48 responses of a step failed, and no group is left to learn from; the first"):
+        own.collect(0)
 
 
 def test_a_resume_says_that_its_problems_are_others(
