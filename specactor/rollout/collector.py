@@ -165,8 +165,7 @@ class RolloutCollector:
         if isinstance(self.prompts, CurriculumStream):  # also of what nothing is learned from
             for number, rate in rates.items():
                 self.prompts.learn(drawn[number].index, rate)
-        others = [number for number in range(num_used) if number not in kept] if len(kept) < want else []
-        numbers = [*kept, *others]
+        numbers = kept or range(num_used)
         of = {number: [found[r.request_id] for r in requests_of(number)] for number in range(num_used)}
         self.drawn = {
             "reward/drawn_groups": num_used,
@@ -180,7 +179,21 @@ class RolloutCollector:
             finished=[t for own in of.values() for t in own],
         )
         refill.forget()
+        if len(kept) < want and groups:
+            self._tell_few(len(kept), num_used)
         return groups[:want]
+
+    def _tell_few(self, kept: int, drawn: int) -> None:
+        """Say what a step learns from. Raises DataError where a filter of the user's has left nothing."""
+        name, setting = self.config.algorithm.dynamic_sampling, "algorithm.dynamic_sampling"
+        if not kept and ":" in name:
+            raise DataError(
+                f"{setting}: {name} kept none of the {drawn} groups that a step draws at most, expected at least one. "
+                "Let it keep more, learn from other problems, or raise rollout.prompts_per_step."
+            )
+        # Equal scores have no advantages: such a step hardly moves the policy, and the next one draws other problems.
+        rest = "It learns from these alone." if kept else "It goes on with groups whose scores are equal."
+        self.progress.note(f"{setting}: of {drawn} groups, which a step draws at most, {kept} teach something. {rest}")
 
     def _teaches(self, problem: Problem, responses: Sequence[Trajectory]) -> tuple[bool, float]:
         """Return whether to learn from a group, and its mean score, nan where failures left nothing to compare."""

@@ -16,6 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import PreTrainedTokenizerBase
 
 from specactor.data.dataset import Dataset
+from specactor.data.stream import PromptStream
 from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
 from specactor.errors import DataError
 from specactor.metrics import METRICS
@@ -29,7 +30,7 @@ from specactor.rollout.pool import EnginePool
 from specactor.rollout.refill import Refill
 from specactor.rollout.requests import assign
 from specactor.rollout.sglang.engine_client import Engine
-from specactor.types import Problem, RolloutRequest, SamplingParams, Trajectory
+from specactor.types import Problem, RolloutRequest, SamplingParams, ScoredGroup, Trajectory
 from tests.rollout.driver_cases import FakeEngine, expected
 
 WANT, SIZE = 6, 2
@@ -339,6 +340,65 @@ def test_what_shaping_takes_off_makes_no_group_worth_learning_from(tmp_path: Pat
     groups = own.collect(0)
     assert [sum(g.scores) for g in groups] == [1.0] * 6
     assert any(set(g.rewards) != {0.0, 1.0} for g in groups)
+
+
+def keeps_some(group: ScoredGroup) -> bool:
+    """Five of the forty problems."""
+    return group.problem.index % 8 == 3
+
+
+def keeps_none(group: ScoredGroup) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("oversample", ["1", "2"])
+def test_where_few_groups_are_kept_no_others_are_learned_from(
+    oversample: str, tmp_path: Path, grading: Grading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong: a step that is filled up with groups that the filter refused."""
+    make_char_tokenizer(tmp_path)
+    options = {"algorithm__dynamic_sampling": "tests.rollout.test_refill:keeps_some", "rollout__oversample": oversample}
+    own = collector([Ready()], load_tokenizer(tmp_path), grading, **options)
+    drawn = [visit.problem for visit in PromptStream(40, own.config.seed, shuffle=True).take(24)]
+    notes: list[str] = []
+    monkeypatch.setattr(own.progress, "note", notes.append)
+    groups = own.collect(0)
+    kept = [index for index in drawn if index % 8 == 3]
+    assert [group.problem.index for group in groups] == kept
+    assert own.drawn["reward/drawn_groups"] == 24
+    assert notes == [
+        f"algorithm.dynamic_sampling: of 24 groups, which a step draws at most, {len(kept)} teach something. It learns "
+        "from these alone."
+    ]
+
+
+def test_a_filter_that_keeps_nothing_is_an_error(tmp_path: Path, grading: Grading) -> None:
+    make_char_tokenizer(tmp_path)
+    name = "tests.rollout.test_refill:keeps_none"
+    own = collector([Ready()], load_tokenizer(tmp_path), grading, algorithm__dynamic_sampling=name)
+    with pytest.raises(DataError) as caught:
+        own.collect(0)
+    assert str(caught.value) == (
+        f"algorithm.dynamic_sampling: {name} kept none of the 24 groups that a step draws at most, expected at least "
+        "one. Let it keep more, learn from other problems, or raise rollout.prompts_per_step."
+    )
+
+
+def test_a_step_in_which_all_scores_are_equal_goes_on_and_says_so(
+    tmp_path: Path, grading: Grading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at a run's first steps, where nothing is right yet."""
+    make_char_tokenizer(tmp_path)
+    own = collector([Ready()], load_tokenizer(tmp_path), grading)
+    own.train_data = Dataset(replace(p, verifier="exact", answer="never") for p in own.train_data)
+    notes: list[str] = []
+    monkeypatch.setattr(own.progress, "note", notes.append)
+    groups = own.collect(0)
+    assert [group.scores for group in groups] == [(0.0, 0.0)] * 6
+    assert notes == [
+        "algorithm.dynamic_sampling: of 24 groups, which a step draws at most, 0 teach something. It goes on with "
+        "groups whose scores are equal."
+    ]
 
 
 @pytest.mark.parametrize("oversample", ["1", "2"])
