@@ -420,7 +420,7 @@ class RolloutCollector:
             problem=problem,
             trajectories=tuple(t for t, _ in kept),
             scores=tuple(score for _, score in kept),
-            rewards=tuple(shape_overlong(score, len(t.token_ids), limit, a.overlong_buffer) for t, score in kept),
+            rewards=tuple(shape_overlong(score, t.longest, limit, a.overlong_buffer) for t, score in kept),
         )
 
     def _tell_failures(self, trajectories: Sequence[Trajectory]) -> None:
