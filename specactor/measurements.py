@@ -57,7 +57,8 @@ def of_step(
 ) -> dict[str, float]:
     """Return what is logged for a step, but for times and memory."""
     trajectories = [t for g in groups for t in g.trajectories]
-    lengths = sorted(len(t.token_ids) for t in trajectories)
+    parts = [(t, *t.branches) for t in trajectories]  # of a session all its sequences
+    lengths = sorted(sum(len(t.token_ids) for t in of_one) for of_one in parts)
     rewards = [r for g in groups for r in g.rewards]
     return {
         "reward/mean": fmean(rewards),
@@ -67,7 +68,7 @@ def of_step(
         "response/length_mean": fmean(lengths),
         "response/length_p95": lengths[(len(lengths) * 95 - 1) // 100],
         "response/length_max": lengths[-1],
-        "response/cut_fraction": fmean(t.finish_reason == "length" for t in trajectories),
+        "response/cut_fraction": fmean(any(t.finish_reason == "length" for t in of_one) for of_one in parts),
         "policy/loss": stats.loss,
         "policy/entropy": stats.entropy,
         "policy/clip_fraction": stats.clip_fraction,

@@ -40,7 +40,7 @@ METRICS: dict[str, str] = {
     "response/length_mean": "tokens per response, mean; of a conversation all, what its environment said too",
     "response/length_p95": "tokens per response, 95th percentile",
     "response/length_max": "tokens per response, longest",
-    "response/cut_fraction": "share of responses cut at rollout.max_new_tokens",
+    "response/cut_fraction": "share of responses cut at rollout.max_new_tokens, or for want of room for another turn",
     "environment/turns_mean": "turns of the policy per conversation, mean (with environments, as the next three)",
     "environment/observations": "times that an environment answered with more than a reward, such as tool calls",
     "environment/observation_tokens": "tokens that environments said; they are not learned from",

@@ -97,6 +97,11 @@ class Trajectory:
     branches: tuple[Trajectory, ...] = ()  # further sequences of an agent's session, which share its reward
 
     @property
+    def longest(self) -> int:
+        """Return how many tokens it has, of an agent's session its longest sequence."""
+        return max(len(t.token_ids) for t in (self, *self.branches))
+
+    @property
     def num_sampled(self) -> int:
         """Return how many tokens the policy sampled."""
         own = sum(self.loss_mask) if self.loss_mask else len(self.token_ids)

@@ -414,7 +414,12 @@ WRONG: list[tuple[str, str]] = [
     (
         "--data.eval c.jsonl a/x.jsonl b/x.jsonl",
         "data.eval: got ('c.jsonl', 'a/x.jsonl', 'b/x.jsonl'), expected sets with names of their own. The name of a "
-        "further set is that of its file, function or task; rename one.",
+        "further set is that of its file, function or task, other than train and eval. Rename one, or name it first.",
+    ),
+    (
+        "--data.eval c.jsonl math/train.jsonl",
+        "data.eval: got ('c.jsonl', 'math/train.jsonl'), expected sets with names of their own. The name of a further "
+        "set is that of its file, function or task, other than train and eval. Rename one, or name it first.",
     ),
     (
         "--algorithm.loss ppo",

@@ -97,6 +97,17 @@ def test_a_step_by_hand() -> None:
     assert (seen["weights/version"], seen["sync/gb_per_s"]) == (7, 2.0)
 
 
+def test_a_session_is_as_long_as_its_sequences_together_and_cut_where_one_is() -> None:
+    """Whichever of them comes first. Wrong: the first one's length and end."""
+    [one] = [group([Response(1), Response(4, "length")], (1.0, 1.0), (1.0, 1.0))]
+    short, cut = one.trajectories
+    for first, other in ((short, cut), (cut, short)):
+        session = replace(one, trajectories=(replace(first, branches=(other,)), short))
+        seen = measurements.of_step([session], [], STATS, SyncReport(num_bytes=1, num_rounds=1, seconds=1.0), version=1)  # type: ignore[arg-type]
+        assert (seen["response/length_mean"], seen["response/length_max"]) == (3, 5)
+        assert seen["response/cut_fraction"] == 0.5
+
+
 def test_a_step_with_a_critic_an_mtp_layer_and_experts_by_hand() -> None:
     [one] = [group([Response(1), Response(3)], (1.0, 0.0), (1.0, 0.0))]
     first, second = (replace(t, routed_experts=b"1234") for t in one.trajectories)

@@ -98,12 +98,13 @@ class DataConfig:
         if isinstance(self.eval, str):  # as recipes wrote it when there was one
             object.__setattr__(self, "eval", (self.eval,) if self.eval else ())
         rule = rules_of(self, "data")
-        names = ["eval", *map(set_name, self.eval[1:])]
+        names = ["train", "eval", *map(set_name, self.eval[1:])]  # accuracy/train is of what is learned from
         rule(
             "eval",
             len({*names}) == len(names) and all(names),
             "sets with names of their own",
-            "The name of a further set is that of its file, function or task; rename one.",
+            "The name of a further set is that of its file, function or task, other than train and eval. Rename one, "
+            "or name it first.",
         )
         rule("train", bool(self.train), "a .jsonl or .parquet file, or the name of a reasoning-gym task", "Give one.")
         rule(

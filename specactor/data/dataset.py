@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -65,9 +66,9 @@ class Dataset(Sequence[Problem]):
         return [DrawnProblem(**vars(self._problems[index]), epoch=epoch) for index, epoch in visits]
 
     def without(self, held_out: Dataset) -> Dataset:
-        """Leave out prompts of `held_out`, and number anew. Raises DataError when none is left."""
-        prompts = {problem.prompt_ids for problem in held_out}
-        kept = [problem for problem in self._problems if problem.prompt_ids not in prompts]
+        """Leave out problems of `held_out`, and number anew. Raises DataError when none is left."""
+        others = {(problem.prompt_ids, _instance(problem)) for problem in held_out}
+        kept = [problem for problem in self._problems if (problem.prompt_ids, _instance(problem)) not in others]
         if not kept:
             raise DataError(
                 f"data.train and data.mix: all {len(self)} prompts of a set are among the {len(held_out)} held out for "
@@ -77,16 +78,37 @@ class Dataset(Sequence[Problem]):
 
     @cached_property
     def content(self) -> str:
-        """Return a digest of prompts, answers and verifiers; metadata of a function's rows may be any object."""
+        """Return a digest of prompts, answers and verifiers, and of what an environment reads besides."""
         found = xxhash.xxh3_128()
         for problem in self._problems:
-            text = f"{problem.prompt}\0{problem.answer}\0{problem.verifier}\0"
+            text = f"{problem.prompt}\0{problem.answer}\0{problem.verifier}\0{_instance(problem)}"
             found.update(text.encode("utf-8", "surrogatepass"))
         return found.hexdigest()
 
     @cached_property
     def digest(self) -> str:
         return hashlib.blake2b(msgspec.json.encode(self._problems, order="sorted"), digest_size=16).hexdigest()
+
+
+def _instance(problem: Problem) -> str:
+    """Return what tells an environment's or agent's problems of one prompt apart; of others the prompt is the problem,
+    however it is judged."""
+    if environment_of(problem.verifier) is None:
+        return ""
+    return _canonical({"answer": problem.answer, **problem.metadata})
+
+
+def _canonical(value: object) -> str:
+    """Return a text that equal values share on all ranks, which hold objects at other addresses."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(sorted(f'{_canonical(key)}:{_canonical(of)}' for key, of in value.items()))}}}"
+    if isinstance(value, Set):
+        return f"{{{','.join(sorted(map(_canonical, value)))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_canonical, value))}]"
+    if hasattr(value, "tolist"):  # NumPy's text leaves out what is long
+        return _canonical(value.tolist())
+    return repr(value) if isinstance(value, str) else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 class Alone:

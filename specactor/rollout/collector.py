@@ -6,6 +6,7 @@ All ranks execute the same lines; what one does alone stands in `Collective.toge
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -160,15 +161,15 @@ class RolloutCollector:
         num_used = kept[-1] + 1 if len(kept) == want else refill.most
         self.prompts.restore(begin)
         drawn[:] = self.train_data.drawn(self.prompts.take(num_used))
+        rates = {number: rate for number in range(num_used) if not math.isnan(rate := refill.rates[number])}
         if isinstance(self.prompts, CurriculumStream):  # also of what nothing is learned from
-            for number in range(num_used):
-                self.prompts.learn(drawn[number].index, refill.rates[number])
-        others = [number for number in range(num_used) if number not in kept] if len(kept) < want else []
-        numbers = [*kept, *others]
+            for number, rate in rates.items():
+                self.prompts.learn(drawn[number].index, rate)
+        numbers = kept or range(num_used)
         of = {number: [found[r.request_id] for r in requests_of(number)] for number in range(num_used)}
         self.drawn = {
             "reward/drawn_groups": num_used,
-            "reward/drawn_mean": fmean(refill.rates[number] for number in range(num_used)),
+            **({"reward/drawn_mean": fmean(rates.values())} if rates else {}),
             "rollout/tokens": sum(t.num_sampled for own in of.values() for t in own),
             "rollout/responses": num_used * rollout.group_size,
         }
@@ -178,14 +179,28 @@ class RolloutCollector:
             finished=[t for own in of.values() for t in own],
         )
         refill.forget()
+        if len(kept) < want and groups:
+            self._tell_few(len(kept), num_used)
         return groups[:want]
 
+    def _tell_few(self, kept: int, drawn: int) -> None:
+        """Say what a step learns from. Raises DataError where a filter of the user's has left nothing."""
+        name, setting = self.config.algorithm.dynamic_sampling, "algorithm.dynamic_sampling"
+        if not kept and ":" in name:
+            raise DataError(
+                f"{setting}: {name} kept none of the {drawn} groups that a step draws at most, expected at least one. "
+                "Let it keep more, learn from other problems, or raise rollout.prompts_per_step."
+            )
+        # Equal scores have no advantages: such a step hardly moves the policy, and the next one draws other problems.
+        rest = "It learns from these alone." if kept else "It goes on with groups whose scores are equal."
+        self.progress.note(f"{setting}: of {drawn} groups, which a step draws at most, {kept} teach something. {rest}")
+
     def _teaches(self, problem: Problem, responses: Sequence[Trajectory]) -> tuple[bool, float]:
-        """Return whether to learn from a group, and its mean score."""
+        """Return whether to learn from a group, and its mean score, nan where failures left nothing to compare."""
         responses = sorted(responses, key=lambda t: int(t.request_id.rpartition(".")[2]))
         group = self._group(problem, [self.grading.scored(t) for t in responses])
         if group is None:
-            return False, 0.5  # as if it had not been tried
+            return False, math.nan  # it tells nothing of its problem
         name = self.config.algorithm.dynamic_sampling
         return hooks.keeps(name, group) if ":" in name else informative(group.scores), fmean(group.scores)
 
@@ -405,7 +420,7 @@ class RolloutCollector:
             problem=problem,
             trajectories=tuple(t for t, _ in kept),
             scores=tuple(score for _, score in kept),
-            rewards=tuple(shape_overlong(score, len(t.token_ids), limit, a.overlong_buffer) for t, score in kept),
+            rewards=tuple(shape_overlong(score, t.longest, limit, a.overlong_buffer) for t, score in kept),
         )
 
     def _tell_failures(self, trajectories: Sequence[Trajectory]) -> None:

@@ -26,7 +26,7 @@ class Refill:
     requests_of: Callable[[int], Sequence[RolloutRequest]]  # by the group's number
     problem_of: Callable[[RolloutRequest | Trajectory], Problem]
     teaches: Callable[[int, Sequence[Trajectory]], tuple[bool, float]]
-    """Of a group: whether something is learned from it, and its success rate."""
+    """Of a group: whether something is learned from it, and its success rate, nan where it failed."""
     store: Store  # holds, under `prefix`, a list that all ranks append to
     prefix: str
     begin: Callable[[Sequence[RolloutRequest]], None] = lambda requests: None  # sees requests before they are given

@@ -70,6 +70,7 @@ class _Turn:
     choice: int
     branch: _Branch
     so_far: Trajectory  # the branch before it
+    room: int  # tokens that the response could have, whatever the call's own limit
     asked: tuple[tuple[int, ...], ...]
     repeat: int  # how often that was asked before
     said: tuple[int, ...]  # tokens between the branch so far and the response
@@ -130,6 +131,8 @@ class Session:
         del self._open[response.request_id]
         own, own.last = turn.branch, turn
         own.so_far, own.is_open = resume.heard(resume.said(own.so_far, turn.said), response), False
+        if response.finish_reason == "length" and len(response.token_ids) < turn.room:
+            own.so_far = replace(own.so_far, finish_reason="stop")  # the call's own limit ended it
         self._num_sampled += len(response.token_ids)
         answer = _normal({"role": "assistant", "content": text, "tool_calls": calls})
         self._places.setdefault((turn.tools, *turn.before, _said(answer)), (own, len(own.so_far.token_ids)))
@@ -159,13 +162,15 @@ class Session:
         self._open.clear()
 
     def whole(self) -> Trajectory:
-        """Return the first sequence, with the others as its branches, in an order that no arrival moves."""
+        """Return the first sequence, with the others as its branches, in an order that no arrival moves. Where a call
+        was refused for want of room it is cut."""
         found = [branch.so_far for branch in self._branches if branch.so_far.token_ids]
         found.sort(key=lambda t: (t.prompt_ids, t.seed, t.token_ids))
         if not found:
             return resume.nothing_of(replace(self._request, prompt_ids=()))
         first, *others = (replace(t, loss_mask=() if all(t.loss_mask) else t.loss_mask) for t in found)
-        return replace(first, request_id=self._request.request_id, branches=tuple(others))
+        end = "length" if self.is_full else first.finish_reason
+        return replace(first, request_id=self._request.request_id, finish_reason=end, branches=tuple(others))
 
     def _turns_of(self, call: ChatCall) -> list[_Turn]:
         body = call.body
@@ -179,7 +184,8 @@ class Session:
         tools = json.dumps(body.tools) if body.tools and body.tool_choice != "none" else ""
         branch, prompt_ids, said = self._prompt(messages, before, tools, body)
         so_far = len(branch.so_far.token_ids) + len(said) if branch is not None else 0
-        sampling = self._sampling(body, len(prompt_ids), so_far)
+        room = self._room(len(prompt_ids), so_far)
+        sampling = self._sampling(body, room)
         asked = prompt_ids, _wanted(body)
         repeat = self._asked[asked]
         self._asked[asked] += 1
@@ -206,6 +212,7 @@ class Session:
                     choice=choice,
                     branch=taken,
                     so_far=taken.so_far,
+                    room=room,
                     asked=asked,
                     repeat=repeat,
                     said=said if goes_on else (),
@@ -215,8 +222,8 @@ class Session:
             )
         return turns
 
-    def _sampling(self, body: Body, num_prompt: int, so_far: int) -> SamplingParams:
-        """Return a turn's sampling. Raises Refusal where there is no room."""
+    def _room(self, num_prompt: int, so_far: int) -> int:
+        """Return how many tokens a response may have. Raises Refusal for none."""
         own = self._request.sampling
         if self._num_sampled >= MAX_SEQUENCES * own.max_new_tokens:
             self.is_full = True
@@ -234,6 +241,10 @@ class Session:
                 f"rollout.max_new_tokens = {own.max_new_tokens} after its prompt. Say less, or end the session.",
                 "context_length_exceeded",
             )
+        return room
+
+    def _sampling(self, body: Body, room: int) -> SamplingParams:
+        own = self._request.sampling
         asked = [x for x in (body.max_completion_tokens, body.max_tokens, room) if x is not None]
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         return replace(own, max_new_tokens=min(asked), stop=own.stop + stop)

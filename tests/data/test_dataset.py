@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
@@ -24,6 +25,7 @@ from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
 from specactor.errors import ConfigError, DataError
 from specactor.recipes import load
 from specactor.run import _problems
+from specactor.types import Problem
 from tests.data.test_chat import TOKENIZER
 
 GOOD: dict[str, Any] = {"prompt": "2+2=", "answer": "4", "verifier": "exact"}
@@ -587,6 +589,30 @@ def test_held_out_prompts_are_left_out_and_the_rest_is_numbered_anew(
     assert [(p.index, p.prompt) for p in train.without(held_out)] == [(0, "a"), (1, "c")]
     with pytest.raises(DataError, match=r"all 1 prompts of a set are among the 4 held out"):
         held_out.without(train)
+
+
+def problems_of(*levels: object) -> Dataset:
+    """Of an environment, which makes its prompts of the metadata."""
+    name = "tests.rollout.environments:Talks"
+    return Dataset(
+        Problem(index=i, prompt="a", prompt_ids=(1,), answer="-", verifier=name, metadata={"level": level, "set": {1}})
+        for i, level in enumerate(levels)
+    )
+
+
+def test_problems_of_an_environment_are_told_apart_by_what_it_reads() -> None:
+    """Wrong: the prompt alone, which may be the same for all."""
+    train = problems_of({"b": 2, "a": [1]}, 2, 3, 2)
+    assert [p.metadata["level"] for p in train.without(problems_of({"a": [1], "b": 2}, 3))] == [2, 2]
+    with pytest.raises(DataError, match=r"all 2 prompts of a set are among the 3 held out"):
+        problems_of(2, 3).without(problems_of(3, 2, 1))
+    assert len({problems_of(level).content for level in (1, 2, "1", [1], None, np.arange(2000), np.ones(2000))}) == 7
+
+
+def test_objects_of_a_functions_rows_have_one_content_on_all_ranks() -> None:
+    """Each has its own, at other addresses."""
+    one, two = (problems_of({"b", "a"}, lambda: 0, Path("x"), object(), np.arange(2000)) for _ in range(2))
+    assert one.content == two.content
 
 
 @pytest.mark.parametrize(

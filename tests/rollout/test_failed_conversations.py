@@ -66,6 +66,17 @@ def test_a_failed_conversation_is_left_out_of_its_group() -> None:
     assert collector.notes == ["environments: 4 of 12 conversations failed; the first: mine: step: no answer in time"]
 
 
+def test_a_sessions_longest_sequence_is_what_overlong_shaping_takes_from() -> None:
+    """Whichever of them comes first. Wrong: the first one's length."""
+    collector = Collector()
+    collector.config.algorithm = AlgorithmConfig(overlong_buffer=4)  # type: ignore[misc]
+    short, *others = responses(set())[:4]
+    long = replace(short, token_ids=(2,) * 7, logprobs=(-1.0,) * 7)
+    both = [replace(short, branches=(long,)), replace(long, branches=(short,))]
+    [group] = collector._score_groups(PROBLEMS[:1], [*both, *others[:2]])
+    assert group.rewards == (-0.75, -0.75, 1.0, 2.0)
+
+
 def test_nothing_is_left_out_where_nothing_failed() -> None:
     collector = Collector()
     assert [g.scores for g in collector._score_groups(PROBLEMS, responses(set()))] == [

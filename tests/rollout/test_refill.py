@@ -16,7 +16,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import PreTrainedTokenizerBase
 
 from specactor.data.dataset import Dataset
+from specactor.data.stream import PromptStream
 from specactor.data.tokenizer import load_tokenizer, make_char_tokenizer
+from specactor.errors import DataError
 from specactor.metrics import METRICS
 from specactor.progress import Progress
 from specactor.recipes import load
@@ -28,7 +30,7 @@ from specactor.rollout.pool import EnginePool
 from specactor.rollout.refill import Refill
 from specactor.rollout.requests import assign
 from specactor.rollout.sglang.engine_client import Engine
-from specactor.types import Problem, RolloutRequest, SamplingParams, Trajectory
+from specactor.types import Problem, RolloutRequest, SamplingParams, ScoredGroup, Trajectory
 from tests.rollout.driver_cases import FakeEngine, expected
 
 WANT, SIZE = 6, 2
@@ -257,6 +259,45 @@ def test_conversations_that_failed_in_a_replaced_group_are_counted(tmp_path: Pat
     assert own.num_failed == size
 
 
+def test_a_group_that_failed_says_nothing_of_its_problem(tmp_path: Path, grading: Grading) -> None:
+    """Neither to the mean of what was drawn nor to a curriculum, which knows the problem's rate, or that it has none.
+    Wrong: .5."""
+    make_char_tokenizer(tmp_path)
+    seen: dict[str, Trajectory] = {}
+
+    class Sees(Failing):
+        def generate(self, requests: Sequence[RolloutRequest], **options: Any) -> None:
+            finished = options["on_finished"]
+
+            def heard(t: Trajectory) -> None:
+                seen[t.request_id] = t
+                finished(t)
+
+            super().generate(requests, **options | {"on_finished": heard})
+
+    own = collector([Sees()], load_tokenizer(tmp_path), grading, data__order="curriculum")
+    own.collect(0)
+    scores = [float(own.grading.scored(t).reward or 0.0) for t in seen.values() if not t.failure]
+    assert len(scores) == len(seen) - 2
+    assert own.drawn["reward/drawn_mean"] == pytest.approx(sum(scores) / len(scores))
+    rates = cast("Any", own.prompts.state())["rates"]
+    assert len(rates) == own.drawn["reward/drawn_groups"] - 1
+
+
+def test_a_step_in_which_all_failed_is_an_error_that_says_so(tmp_path: Path, grading: Grading) -> None:
+    make_char_tokenizer(tmp_path)
+
+    class Fails(Ready):
+        def generate(self, requests: Sequence[RolloutRequest], **options: Any) -> None:
+            finished = options["on_finished"]
+            down = {"on_finished": lambda t: finished(replace(t, failure="mine: step: it is down"))}
+            super().generate(requests, **options | down)
+
+    own = collector([Fails()], load_tokenizer(tmp_path), grading)
+    with pytest.raises(DataError, match="48 responses of a step failed, and no group is left to learn from; the first"):
+        own.collect(0)
+
+
 def test_a_resume_says_that_its_problems_are_others(
     tmp_path: Path, grading: Grading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +340,65 @@ def test_what_shaping_takes_off_makes_no_group_worth_learning_from(tmp_path: Pat
     groups = own.collect(0)
     assert [sum(g.scores) for g in groups] == [1.0] * 6
     assert any(set(g.rewards) != {0.0, 1.0} for g in groups)
+
+
+def keeps_some(group: ScoredGroup) -> bool:
+    """Five of the forty problems."""
+    return group.problem.index % 8 == 3
+
+
+def keeps_none(group: ScoredGroup) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("oversample", ["1", "2"])
+def test_where_few_groups_are_kept_no_others_are_learned_from(
+    oversample: str, tmp_path: Path, grading: Grading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong: a step that is filled up with groups that the filter refused."""
+    make_char_tokenizer(tmp_path)
+    options = {"algorithm__dynamic_sampling": "tests.rollout.test_refill:keeps_some", "rollout__oversample": oversample}
+    own = collector([Ready()], load_tokenizer(tmp_path), grading, **options)
+    drawn = [visit.problem for visit in PromptStream(40, own.config.seed, shuffle=True).take(24)]
+    notes: list[str] = []
+    monkeypatch.setattr(own.progress, "note", notes.append)
+    groups = own.collect(0)
+    kept = [index for index in drawn if index % 8 == 3]
+    assert [group.problem.index for group in groups] == kept
+    assert own.drawn["reward/drawn_groups"] == 24
+    assert notes == [
+        f"algorithm.dynamic_sampling: of 24 groups, which a step draws at most, {len(kept)} teach something. It learns "
+        "from these alone."
+    ]
+
+
+def test_a_filter_that_keeps_nothing_is_an_error(tmp_path: Path, grading: Grading) -> None:
+    make_char_tokenizer(tmp_path)
+    name = "tests.rollout.test_refill:keeps_none"
+    own = collector([Ready()], load_tokenizer(tmp_path), grading, algorithm__dynamic_sampling=name)
+    with pytest.raises(DataError) as caught:
+        own.collect(0)
+    assert str(caught.value) == (
+        f"algorithm.dynamic_sampling: {name} kept none of the 24 groups that a step draws at most, expected at least "
+        "one. Let it keep more, learn from other problems, or raise rollout.prompts_per_step."
+    )
+
+
+def test_a_step_in_which_all_scores_are_equal_goes_on_and_says_so(
+    tmp_path: Path, grading: Grading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at a run's first steps, where nothing is right yet."""
+    make_char_tokenizer(tmp_path)
+    own = collector([Ready()], load_tokenizer(tmp_path), grading)
+    own.train_data = Dataset(replace(p, verifier="exact", answer="never") for p in own.train_data)
+    notes: list[str] = []
+    monkeypatch.setattr(own.progress, "note", notes.append)
+    groups = own.collect(0)
+    assert [group.scores for group in groups] == [(0.0, 0.0)] * 6
+    assert notes == [
+        "algorithm.dynamic_sampling: of 24 groups, which a step draws at most, 0 teach something. It goes on with "
+        "groups whose scores are equal."
+    ]
 
 
 @pytest.mark.parametrize("oversample", ["1", "2"])

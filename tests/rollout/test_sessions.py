@@ -234,6 +234,19 @@ def test_calls_of_one_prompt_that_want_different_things_do_not_swap_noise(monkey
     assert len({said for of in found[0][0] for said in of}) == 5
 
 
+def test_what_a_calls_own_limit_ends_is_not_cut() -> None:
+    """Engines that stop at no token: each response ends at its limit. The client hears of it."""
+    [t] = rollout([problem(0, "Limits")], engines=[Scripted(), Scripted()])
+    ends = {len(s.token_ids): s.finish_reason for s in (t, *t.branches)}
+    assert ends == {9: "stop", MAX_NEW: "length"}
+    [t] = rollout([problem(0, "Talks", turns=2)], engines=[Scripted()])
+    assert (t.finish_reason, len(t.token_ids)) == ("length", MAX_NEW)
+    [t] = rollout([problem(0, "Full")])
+    assert t.finish_reason == "length", "no further turn had room"
+    [t] = rollout([problem(0, "Talks")])
+    assert t.finish_reason == "stop"
+
+
 def test_a_session_ends_by_itself() -> None:
     [t] = rollout([problem(0, "Insists")], timeout_s=30)
     most, sizes = 16 * MAX_NEW, [len(s.token_ids) for s in (t, *t.branches)]

@@ -259,6 +259,8 @@ def more_checks(trainer: PolicyTrainer, entry: dict[str, Any]) -> dict[str, Any]
         "logprobs": trainer.logprobs(SEQUENCES),
         "supervised_before": trainer.supervised_step(SEQUENCES, learning_rate=0.0),
     }
+    use(trainer, cases.CASES["grpo_updates"])
+    result["alone"] = trainer.train_step(SEQUENCES[:1], learning_rate=0.0).numbers()
     algorithm = replace(cases.CASES["grpo"].algorithm, kl_coef=0.1)
     use(trainer, cases.Case(algorithm, 1, cases.LEARNING_RATE))
     stale = [replace(s, num_stale=s.response_len // 2) for s in SEQUENCES]

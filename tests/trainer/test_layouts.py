@@ -144,6 +144,13 @@ def test_other_methods_agree_with_one_rank(one_rank: dict[str, Any], two_ranks: 
     assert got["wrong_export"] == []
 
 
+def test_a_step_of_fewer_sequences_than_ranks_is_that_of_one_rank(
+    one_rank: dict[str, Any], two_ranks: dict[str, Any]
+) -> None:
+    """As failures and filters may leave them, with fewer groups than updates."""
+    assert_same_step(two_ranks["EP2"]["alone"], one_rank["single"]["alone"])
+
+
 @pytest.mark.parametrize("mistake", ["no_gradient_sync", "mean_per_rank"])
 def test_a_mistake_would_be_noticed(one_rank: dict[str, Any], two_ranks: dict[str, Any], mistake: str) -> None:
     with pytest.raises(AssertionError):
