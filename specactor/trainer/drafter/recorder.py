@@ -7,10 +7,11 @@ hidden, F numbers of all layers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,22 @@ STATES = torch.bfloat16
 """Three digits suffice a head, in half of the memory."""
 
 
+class _Rows:
+    """Where the first tokens that are kept of each sequence lie among all that are kept."""
+
+    def __init__(self, lengths: Sequence[int], kept: Sequence[int]) -> None:
+        self.kept, self.num = list(kept), sum(kept)
+        self._starts = torch.tensor([*accumulate(lengths, initial=0)])
+        self._rows = torch.tensor([*accumulate(kept, initial=0)])
+        self._kept = torch.tensor([*kept, 0])
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """Return the rows of tokens by their numbers in the update; -1: not kept."""
+        sequence = torch.searchsorted(self._starts[1:], numbers, right=True)
+        place = numbers - self._starts[sequence]
+        return (self._rows[sequence] + place).masked_fill((place < 0) | (place >= self._kept[sequence]), -1)
+
+
 class Recorder:
     """Keeps each sequence's top-k and states from the update that learns from it. Every rank calls it alike."""
 
@@ -47,13 +64,15 @@ class Recorder:
         group: dist.ProcessGroup | None,
         modules: Sequence[Sequence[Any]] = (),
         hidden_size: int = 0,
-        max_tokens: int = 0,
+        max_tokens: int = sys.maxsize,
+        max_example_tokens: int = sys.maxsize,
         parts: int = 1,
     ) -> None:
         """`vocab_size` is of all ranks of `group` (None: this one holds all).
 
         Args:
             modules: per layer whose states are kept, at up to `max_tokens` tokens, those of it on this rank.
+            max_example_tokens: of a longer sequence the buffer keeps so many, the first.
             parts: how many ranks of `group` divide positions.
         """
         self._k, self._temperature, self._group = k, temperature, group
@@ -63,9 +82,13 @@ class Recorder:
         self._known: list[tuple[TopK, Tensor | None]] = []
         self._hidden, self._parts = hidden_size, parts
         self._num_features = len(modules) * hidden_size
-        self._max_tokens = min(max_tokens, MAX_BYTES // max(1, self._num_features * STATES.itemsize))
-        self._chosen: list[int] = []
-        self._row_of: Tensor
+        self._longest = min(max_example_tokens, max_tokens)
+        self.max_tokens = min(max_tokens, MAX_BYTES // max(1, self._num_features * STATES.itemsize))
+        """Whose states are kept of one step."""
+        self._choice: Iterator[int | None] = iter(())
+        self._chosen: list[int | None] = []
+        """Tokens that are kept of each sequence of the update; None: it was not chosen."""
+        self._tokens: _Rows
         self._states_SF: Tensor
         self._rows_T: Tensor | None = None
         """Of the micro-batch in its forward pass; -1: not kept."""
@@ -73,8 +96,10 @@ class Recorder:
             for module in of_layer:
                 module.register_forward_hook(partial(self._keep, block))
 
-    def around(self, objective: Objective) -> Objective:
-        """Return the objective, which then records its micro-batches."""
+    def around(self, objective: Objective, sequences: Sequence[TrainSequence]) -> Objective:
+        """Choose those of a step, in the order of its updates, whose states are kept. Return the objective, which then
+        records its micro-batches."""
+        self._choice = iter(self._choose(sequences))
 
         def observed(batch: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logits_RV = logits_1TV.detach()[0].index_select(0, batch.rows_R)
@@ -85,30 +110,31 @@ class Recorder:
 
         return observed
 
+    def _choose(self, sequences: Sequence[TrainSequence]) -> list[int | None]:
+        """Return how many tokens of each are kept: of long responses first, which rollouts wait for."""
+        chosen: list[int | None] = [None] * len(sequences)
+        left = self.max_tokens
+        for i in sorted(range(len(sequences)), key=lambda i: (-sequences[i].response_len, i)):
+            prompt, length = sequences[i].prompt_len, len(sequences[i].token_ids)
+            kept = min(length, self._longest) if prompt < self._longest else 0  # as the buffer keeps them (`cut`)
+            if length > prompt and kept <= left:
+                chosen[i] = kept
+                left -= kept
+        return chosen
+
     def begin(self, sequences: Sequence[TrainSequence]) -> Watch:
-        """Choose those of an update whose states are kept: long responses first, which rollouts wait for. Return what
-        encloses its forward passes."""
+        """Begin with the step's next update, of these sequences. Return what encloses its forward passes."""
+        self._chosen = [*islice(self._choice, len(sequences))]
         if not self._num_features:
             return nullcontext
-        lengths = [len(sequence.token_ids) for sequence in sequences]
-        self._chosen, left = [], self._max_tokens
-        for i in sorted(range(len(sequences)), key=lambda i: (-sequences[i].response_len, i)):
-            if sequences[i].response_len and lengths[i] <= left:
-                self._chosen.append(i)
-                left -= lengths[i]
-        starts = list(accumulate(lengths, initial=0))
-        self._row_of = torch.full((starts[-1],), -1)
-        end = 0
-        for i in self._chosen:
-            self._row_of[starts[i] : starts[i + 1]] = torch.arange(end, end + lengths[i])
-            end += lengths[i]
-        self._states_SF = torch.zeros((end, self._num_features), dtype=STATES)
+        self._tokens = _Rows([len(sequence.token_ids) for sequence in sequences], [kept or 0 for kept in self._chosen])
+        self._states_SF = torch.zeros((self._tokens.num, self._num_features), dtype=STATES)
         return self._forward
 
     @contextmanager
     def _forward(self, batch: MicroBatch) -> Iterator[None]:
         """Enclose a chunk's forward pass; a repeated one is not kept."""
-        rows_T = self._row_of[batch.text_T.clamp(min=0)].masked_fill(batch.text_T < 0, -1)
+        rows_T = self._tokens.of(batch.text_T)
         if self._parts > 1:
             rows_T = rows_T.chunk(self._parts)[self._tensor_rank]
         elif self._tensor_rank:  # the first one has the same
@@ -129,12 +155,12 @@ class Recorder:
 
     def updated(self, sequences: Sequence[TrainSequence]) -> None:
         """Keep what was recorded of an update's sequences. Collective."""
-        states: dict[int, Tensor] = {}
+        states: Sequence[Tensor | None] = [None] * len(sequences)
         if self._num_features:
-            lengths = [len(sequences[i].token_ids) for i in self._chosen]
-            states = dict(zip(self._chosen, torch.split(self._everywhere(self._states_SF), lengths), strict=True))
-            del self._states_SF, self._row_of
-        self._known += [(top_k, states.get(i)) for i, top_k in enumerate(self._top_k(sequences))]
+            kept = torch.split(self._everywhere(self._states_SF), self._tokens.kept)
+            states = [None if n is None else of for n, of in zip(self._chosen, kept, strict=True)]
+            del self._states_SF
+        self._known += zip(self._top_k(sequences), states, strict=True)
 
     def _everywhere(self, values: Tensor) -> Tensor:
         """Return what all ranks have together: each number was seen by one, the others add zero. Collective."""
@@ -163,6 +189,7 @@ class Recorder:
             yield TopK(tokens=tokens.numpy().copy(), logprobs=values.numpy().astype(np.float16))
 
     def take(self) -> list[tuple[TopK, Tensor | None]]:
-        """Return and forget (the top-k, the states [L, F]; None: not kept) of each sequence, as they came."""
+        """Return and forget (the top-k, the states [L, F] of what the buffer keeps; None: not kept) of each sequence,
+        as they came."""
         known, self._known = self._known, []
         return known

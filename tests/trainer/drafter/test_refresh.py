@@ -24,7 +24,7 @@ from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.trainer import checkpoint
-from specactor.trainer.drafter import head, init
+from specactor.trainer.drafter import head, init, recorder
 from specactor.trainer.drafter.losses import Batch
 from specactor.trainer.drafter.refresh import FOLDER, Distillation, left_behind
 from specactor.trainer.drafter.train import DrafterTrainer
@@ -227,6 +227,52 @@ def test_a_head_with_an_embedding_of_its_own_is_taken_whole(
     sent = {slot.name for slot in learns._packed.slots}
     assert sent == set(load_file(tmp_path / "head" / "model.safetensors"))
     learns.close()
+
+
+def test_a_head_says_once_that_it_learns_from_no_response(
+    collective: Collective, targets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are longer than what there is room for, until they are cut to that."""
+    target, notes = init.read_model(targets["dense"]), list[str]()
+    init.write_model(head.make_head(target, head.Eagle3Start()), tmp_path / "head", tokenizer=targets["dense"])
+    room = max(s.prompt_len for s in SEQUENCES) + 1
+    long = [s for s in SEQUENCES if len(s.token_ids) > room]
+    monkeypatch.setattr(recorder, "MAX_BYTES", room * 2)
+
+    def refreshed(longest: int) -> dict[str, float]:
+        made = recorder.Recorder(
+            1,
+            temperature=1.0,
+            vocab_size=cases.VOCAB,
+            device=torch.device("cpu"),
+            group=None,
+            modules=[[torch.nn.Identity()]],
+            hidden_size=1,
+            max_example_tokens=longest,
+        )
+        learns = Distillation(
+            config(tmp_path / "head", tokens_per_microbatch=longest),
+            collective,
+            recorder_of=lambda layers: made,
+            policy=target.config,
+            engines=lambda: [],
+            processes=Processes(),
+            note=notes.append,
+        )
+        for number in (1, 2):
+            made.around(lambda *_: None, long)
+            made.begin(long)
+            made.updated(long)
+            metrics = learns.refresh(long, version=number, step_s=1.0, is_last=True)
+        learns.close()
+        return metrics
+
+    assert refreshed(4096)["drafter/buffer_tokens"] == 0
+    [note] = notes
+    assert f"Lower distillation.tokens_per_microbatch to {room}," in note
+    notes.clear()
+    assert refreshed(room)["drafter/buffer_tokens"] == room
+    assert not notes
 
 
 def test_what_a_refresh_and_its_push_take_beyond_their_share_the_next_ones_lack(

@@ -1,4 +1,5 @@
-"""The policy's top-k against a sort of the whole vocabulary, on one rank and on two that share it."""
+"""The policy's top-k against a sort of the whole vocabulary, on one rank and on two that share it; and what of a step
+is kept."""
 
 from __future__ import annotations
 
@@ -71,6 +72,7 @@ class FakeBatch:
 
     rows_R: Tensor  # noqa: N815
     source_R: Tensor  # noqa: N815
+    text_T: Tensor | None = None  # noqa: N815
 
 
 def test_the_recorder_sees_micro_batches_on_their_way() -> None:
@@ -83,14 +85,15 @@ def test_the_recorder_sees_micro_batches_on_their_way() -> None:
         return logits_1TV.sum(), {}
 
     recorder = Recorder(2, temperature=0.7, vocab_size=6, device=torch.device("cpu"), group=None)
-    observed = recorder.around(objective)
+    sequences = [TrainSequence(token_ids=tuple(range(1 + n)), prompt_len=1) for n in (3, 2)]
+    observed = recorder.around(objective, sequences)
+    recorder.begin(sequences)
     second = logits_TV[None, 4:].clone().requires_grad_()
     loss, _ = observed(FakeBatch(torch.tensor([1, 2]), torch.tensor([3, 4])), second)  # type: ignore[arg-type]
     loss.backward()
     observed(FakeBatch(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 2])), logits_TV[None, :4])  # type: ignore[arg-type]
     assert seen[0] is second
     assert torch.equal(second.grad, torch.ones_like(second)), "the loss is not touched"  # type: ignore[arg-type]
-    sequences = [TrainSequence(token_ids=tuple(range(1 + n)), prompt_len=1) for n in (3, 2)]
     recorder.updated(sequences)
     known = [top_k for top_k, _ in recorder.take()]
     rows = torch.cat([logits_TV[:3], logits_TV[5:7]])
@@ -101,6 +104,8 @@ def test_the_recorder_sees_micro_batches_on_their_way() -> None:
     np.testing.assert_allclose(got, want.values.numpy(), rtol=1e-3, atol=1e-3)
     assert [len(of.tokens) for of in known] == [3, 2]
     assert all(of.tokens.flags.owndata for of in known), "the buffer keeps few, which would keep all in memory"
+    recorder.around(objective, sequences)
+    recorder.begin(sequences)
     recorder.updated(sequences)
     assert not np.concatenate([of.tokens for of, _ in recorder.take()]).any(), "it is empty again"
 
@@ -109,12 +114,69 @@ def test_what_an_environment_said_is_certain() -> None:
     """No policy has a distribution there: the token itself has all of the probability."""
     logits_TV = case(8, 6, 2, seed=5)["logits"]
     recorder = Recorder(3, temperature=1.0, vocab_size=6, device=torch.device("cpu"), group=None)
-    observed = recorder.around(lambda batch, logits_1TV: (logits_1TV.sum(), {}))
-    observed(FakeBatch(torch.tensor([0, 3]), torch.tensor([0, 3])), logits_TV[None, :4])  # type: ignore[arg-type]
     sequence = TrainSequence(token_ids=(1, 2, 5, 0, 4), prompt_len=1, loss_mask=(True, False, False, True))
+    observed = recorder.around(lambda batch, logits_1TV: (logits_1TV.sum(), {}), [sequence])
+    recorder.begin([sequence])
+    observed(FakeBatch(torch.tensor([0, 3]), torch.tensor([0, 3])), logits_TV[None, :4])  # type: ignore[arg-type]
     recorder.updated([sequence])
     [(known, _)] = recorder.take()
     want = logits_TV[[0, 3]].log_softmax(-1).topk(3)
     assert known.tokens[[0, 3]].tolist() == want.indices.tolist()
     assert known.tokens[[1, 2], 0].tolist() == [5, 0]
     assert known.logprobs[[1, 2]].tolist() == [[0.0, -60.0, -60.0]] * 2
+
+
+def states_of(sequences: list[TrainSequence], *, updates: int = 1, **bounds: int) -> list[list[float] | None]:
+    """What is kept of a layer that says each token's number in the step; its micro-batches begin with padding."""
+    layer, each = torch.nn.Identity(), len(sequences) // updates
+    recorder = Recorder(
+        1,
+        temperature=1.0,
+        vocab_size=6,
+        device=torch.device("cpu"),
+        group=None,
+        modules=[[layer]],
+        hidden_size=1,
+        **bounds,
+    )
+    recorder.around(lambda batch, logits_1TV: (logits_1TV.sum(), {}), sequences)
+    first = 0
+    for part in (sequences[i : i + each] for i in range(0, len(sequences), each)):
+        watch, num = recorder.begin(part), sum(len(s.token_ids) for s in part)
+        numbers = torch.tensor([-1, *reversed(range(num))])
+        nothing = torch.zeros(0, dtype=torch.int64)
+        with watch(FakeBatch(nothing, nothing, numbers)):  # type: ignore[arg-type]
+            layer((first + numbers.float())[:, None, None])
+        recorder.updated(part)
+        first += num
+    return [None if states is None else states[:, 0].tolist() for _, states in recorder.take()]
+
+
+def sequences_of(*lengths: tuple[int, int]) -> list[TrainSequence]:
+    """Of prompts and responses of so many tokens."""
+    return [TrainSequence(token_ids=(1,) * (p + r), prompt_len=p) for p, r in lengths]
+
+
+def test_of_a_long_response_the_states_are_kept_that_the_buffer_keeps() -> None:
+    """The first ones, with the prompt's: 20 tokens suffice the two longest, cut to 7, and the one that then fits."""
+    sequences = sequences_of((3, 2), (2, 10), (5, 0), (1, 40), (2, 4), (7, 30))
+    kept = states_of(sequences, max_tokens=20, max_example_tokens=7)
+    first = [0, 5, 17, 22, 63, 69]
+    assert kept[1] == [*range(first[1], first[1] + 7)]
+    assert kept[3] == [*range(first[3], first[3] + 7)]
+    assert kept[4] == [*range(first[4], first[4] + 6)]
+    assert kept[5] == [], "the buffer counts it, whose prompt leaves no room"
+    assert kept[0] is kept[2] is None
+
+
+def test_whole_responses_are_chosen_as_if_none_were_cut() -> None:
+    sequences = sequences_of((2, 3), (1, 6), (2, 3), (4, 6), (1, 1))
+    kept = states_of(sequences, max_tokens=24, max_example_tokens=10)
+    assert [states and len(states) for states in kept] == [5, 7, None, 10, 2]
+
+
+def test_updates_of_a_step_share_the_room_for_states() -> None:
+    sequences = sequences_of((1, 4), (1, 3), (1, 8), (1, 6))
+    kept = states_of(sequences, updates=2, max_tokens=16)
+    assert [states and len(states) for states in kept] == [None, None, 9, 7]
+    assert kept[3] == [*range(18, 25)]
