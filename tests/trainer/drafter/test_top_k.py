@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specactor.trainer import logprobs as module
+from specactor.trainer.drafter.buffer import DraftBuffer, TopK, example_from
 from specactor.trainer.drafter.recorder import Recorder
 from specactor.trainer.logprobs import vocab_parallel_top_k
 from specactor.types import TrainSequence
@@ -95,7 +96,7 @@ def test_the_recorder_sees_micro_batches_on_their_way() -> None:
     assert seen[0] is second
     assert torch.equal(second.grad, torch.ones_like(second)), "the loss is not touched"  # type: ignore[arg-type]
     recorder.updated(sequences)
-    known = [top_k for top_k, _ in recorder.take()]
+    known = [top_k for top_k, _ in recorder.take() if top_k is not None]
     rows = torch.cat([logits_TV[:3], logits_TV[5:7]])
     want = (rows / 0.7).log_softmax(-1).topk(2)
     assert np.concatenate([of.tokens for of in known]).tolist() == want.indices.tolist()
@@ -107,7 +108,7 @@ def test_the_recorder_sees_micro_batches_on_their_way() -> None:
     recorder.around(objective, sequences)
     recorder.begin(sequences)
     recorder.updated(sequences)
-    assert not np.concatenate([of.tokens for of, _ in recorder.take()]).any(), "it is empty again"
+    assert not np.concatenate([of.tokens for of, _ in recorder.take() if of]).any(), "it is empty again"
 
 
 def test_what_an_environment_said_is_certain() -> None:
@@ -120,10 +121,61 @@ def test_what_an_environment_said_is_certain() -> None:
     observed(FakeBatch(torch.tensor([0, 3]), torch.tensor([0, 3])), logits_TV[None, :4])  # type: ignore[arg-type]
     recorder.updated([sequence])
     [(known, _)] = recorder.take()
+    assert known is not None
     want = logits_TV[[0, 3]].log_softmax(-1).topk(3)
     assert known.tokens[[0, 3]].tolist() == want.indices.tolist()
     assert known.tokens[[1, 2], 0].tolist() == [5, 0]
     assert known.logprobs[[1, 2]].tolist() == [[0.0, -60.0, -60.0]] * 2
+
+
+def step_of(recorder: Recorder, sequences: list[TrainSequence], logits_RV: Tensor) -> list[TopK | None]:
+    """Two updates of two micro-batches each, the last tokens first."""
+    observed = recorder.around(lambda batch, logits_1TV: (logits_1TV.sum(), {}), sequences)
+    half, first = len(sequences) // 2, 0
+    for part in (sequences[:half], sequences[half:]):
+        recorder.begin(part)
+        num = sum(s.response_len for s in part)
+        for numbers in reversed(torch.arange(num).chunk(2)):
+            logits_1TV = logits_RV[None, first + numbers]
+            observed(FakeBatch(torch.arange(len(numbers)), numbers), logits_1TV)  # type: ignore[arg-type]
+        assert sum(len(ids) for _, ids, _ in recorder._micro_batches) <= recorder.max_tokens
+        recorder.updated(part)
+        first += num
+    return [top_k for top_k, _ in recorder.take()]
+
+
+@pytest.mark.parametrize("longest", [9, 14, 100])
+def test_the_buffer_holds_what_it_would_if_all_were_kept(longest: int) -> None:
+    """Two steps of random lengths, many of them equal, and an environment's tokens."""
+    rng, room = np.random.default_rng(longest), 80
+    fixed: dict[str, Any] = {"temperature": 1.0, "vocab_size": 12, "device": torch.device("cpu"), "group": None}
+    few, every = Recorder(3, **fixed, max_tokens=room, max_example_tokens=longest), Recorder(3, **fixed)
+    held, would = (
+        DraftBuffer(max_tokens=room, half_life_steps=2.0, seed=0, max_example_tokens=longest) for _ in range(2)
+    )
+    for step in range(2):
+        sequences = []
+        for _ in range(30):
+            prompt, response = rng.integers([1, 0], [11, 12]).tolist()
+            tokens, own = rng.integers(0, 12, prompt + response), rng.random(response) < 0.8
+            sequences.append(TrainSequence(token_ids=tokens.tolist(), prompt_len=prompt, loss_mask=bytes(own.tolist())))
+        logits_RV = case(sum(s.response_len for s in sequences), 12, 3, seed=step)["logits"]
+        for recorder, buffer in ((few, held), (every, would)):
+            known = step_of(recorder, sequences, logits_RV)
+            assert (None in [k for k, s in zip(known, sequences, strict=True) if s.response_len]) == (recorder is few)
+            assert sum(len(k.tokens) for k in known if k is not None) <= recorder.max_tokens
+            examples = [
+                example_from(s, k, version=step, temperature=1.0) for s, k in zip(sequences, known, strict=True)
+            ]
+            buffer.add([example for example in examples if example.response_len])
+        assert all(example.top_k is not None for example in held.examples)
+        assert held.state() == would.state()
+
+
+def test_an_update_without_a_sequence_that_is_kept() -> None:
+    recorder = Recorder(3, temperature=1.0, vocab_size=6, device=torch.device("cpu"), group=None, max_tokens=12)
+    known = step_of(recorder, sequences_of((1, 3), (2, 9)), case(12, 6, 3)["logits"])
+    assert [k is None for k in known] == [True, False]
 
 
 def states_of(sequences: list[TrainSequence], *, updates: int = 1, **bounds: int) -> list[list[float] | None]:
