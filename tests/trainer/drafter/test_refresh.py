@@ -62,7 +62,7 @@ def test_every_refresh_is_a_version_that_all_who_draft_get(world: World) -> None
 LEARNS = "refresh save load is_finite"
 
 
-def diverging(self: DrafterTrainer, **_: Any) -> None:
+def diverging(self: DrafterTrainer | None, **_: Any) -> Any:
     raise diverged("loss", torch.nan)
 
 
@@ -205,6 +205,18 @@ def test_a_loss_that_is_not_finite_leaves_nothing_to_the_next_refresh(
     assert (metrics["drafter/failed"], metrics["drafter/refreshed"]) == (0, 1)
 
 
+def test_what_a_refresh_learned_before_it_failed_is_a_version_that_all_get(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gradients, fails = world.it.drafter._gradients, iter([False, True])
+    monkeypatch.setattr(world.it.drafter, "_gradients", lambda: diverging(None) if next(fails) else gradients())
+    before, metrics = world.weights(), world.step(1)
+    assert (metrics["drafter/failed"], metrics["drafter/version"], metrics["drafter/oldest_version"]) == (1, 1, 1)
+    assert world.held() == world.weights() != before
+    world.it.save(tmp_path)
+    assert json.loads((tmp_path / FOLDER / "drafter.json").read_text())["version"] == 1
+
+
 def test_a_head_with_an_embedding_of_its_own_is_taken_whole(
     collective: Collective, targets: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -260,7 +272,7 @@ def test_a_head_says_once_that_it_learns_from_no_response(
             note=notes.append,
         )
         for number in (1, 2):
-            made.around(lambda *_: None, long)
+            made.around(lambda *_: (torch.zeros(()), {}), long)
             made.begin(long)
             made.updated(long)
             metrics = learns.refresh(long, version=number, step_s=1.0, is_last=True)
