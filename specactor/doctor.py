@@ -285,7 +285,8 @@ def host_memory(config: Config, devices: int, memory_bytes: int) -> list[Finding
     return [
         Finding.of(
             "host memory",
-            f"{usual / GIB:.0f} GiB needed, {most / GIB:.0f} at a checkpoint, by a host of {ranks} ranks in all",
+            f"{usual / GIB:.0f} GiB needed, {most / GIB:.0f} at a checkpoint, by a host of {ranks} ranks in all, "
+            "without processes' own",
             most <= memory_bytes,
             "Give the job all of the host's (Slurm: --mem=0), or use more hosts: specactor plan.",
             used=f"the {memory_bytes / GIB:.0f} that are there: the system ends a run that wants more",

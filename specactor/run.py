@@ -281,7 +281,12 @@ def _distillation(job: _Job, trainer: PolicyTrainer, pool: EnginePool, drafters:
     distillation = Distillation(
         job.config,
         job.collective,
-        recorder_of=lambda layers: trainer.recorder(settings.top_k, layers=layers, max_tokens=settings.buffer_tokens),
+        recorder_of=lambda layers: trainer.recorder(
+            settings.top_k,
+            layers=layers,
+            max_tokens=settings.buffer_tokens,
+            max_example_tokens=settings.tokens_per_microbatch,
+        ),
         policy=trainer.policy.bridge.hf_config,
         engines=lambda: [engine for engine in pool.engines if engine.alive] if in_engine else [],
         processes=drafters,

@@ -237,7 +237,8 @@ def test_a_hosts_memory_is_compared_with_what_a_run_needs_there() -> None:
     """A node with the optimizer on the host needs 582 GiB, and 941 at a checkpoint; one of eight hosts less."""
     config = load(["qwen3_30b_a3b_node"])
     [low], [enough] = (host_memory(config, 8, gib * 2**30) for gib in (800, 1000))
-    assert low.found == enough.found == "582 GiB needed, 941 at a checkpoint, by a host of 8 ranks in all"
+    needed = "582 GiB needed, 941 at a checkpoint, by a host of 8 ranks in all, without processes' own"
+    assert low.found == enough.found == needed
     assert "Slurm: --mem=0" in low.remedy
     assert not low.fatal, "it is an estimate"
     assert not enough.remedy

@@ -167,6 +167,7 @@ def show_memory(argv: Sequence[str], console: Console) -> None:
     of_host = host_memory_of(config, options.devices, gpu.node_devices)
     console.print(_memory_table(f"{config.name}: GB on each of {options.devices} {gpu.name}", found))
     console.print(_memory_table(f"GB in the memory of a host with {min(options.devices, gpu.node_devices)}", of_host))
+    console.print("What a host's processes take themselves comes on top.")
     verdict = "It fits" if found.fits else "It does not fit"
     console.print(
         f"{verdict} in {gpu.memory_bytes / 1e9:.0f} GB; {', '.join(ESTIMATED)} are estimates.", highlight=False

@@ -179,7 +179,8 @@ def _draft_microbatch(config: Config, draft: TransformerShape) -> float:
 
 
 def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
-    """Return the memory of a host with so many `devices`. Raises as `memory_of`."""
+    """Return the memory of a host with so many `devices`, without what processes themselves take. Raises as
+    `memory_of`."""
     layout, shape = _layout(config, ranks)
     width, held, hosted = BYTES[config.model.dtype], max(map(sum, parameters(shape, layout))), min(devices, ranks)
     learning = 1 + (config.algorithm.advantage == "gae")

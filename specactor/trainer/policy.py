@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -99,10 +100,12 @@ class PolicyTrainer(ModelTrainer):
         """Learn from one RL step, in ``train.updates_per_step`` updates. Collective: all ranks pass all sequences, one
         the tokens. Raises DataError for an update without response tokens, SpecActorError for a loss or
         gradient that is not finite."""
-        objective: Objective = self._objective if recorder is None else recorder.around(self._objective)
         if self._replay is not None:
             self._replay.check(sequences)
         updates = [self._own(part) for part in split(checked(sequences), self.config.train.updates_per_step)]
+        objective: Objective = self._objective
+        if recorder is not None:
+            objective = recorder.around(objective, [sequence for part in updates for sequence in part])
         none: list[Sequence[Estimate]] = [()] * len(updates)
         estimates = self.critic.estimates(updates) if self.critic is not None else none
         old = [self._logprobs(part) if len(updates) > 1 else None for part in updates]
@@ -165,9 +168,16 @@ class PolicyTrainer(ModelTrainer):
         """Make the present weights the KL penalty's reference."""
         self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()]
 
-    def recorder(self, top_k: int, *, layers: Sequence[int] = (), max_tokens: int = 0) -> Recorder:
-        """Return a recorder of the top-k and of these layers' outputs (-1: the embedding) at up to
-        `max_tokens` tokens."""
+    def recorder(
+        self,
+        top_k: int,
+        *,
+        layers: Sequence[int] = (),
+        max_tokens: int = sys.maxsize,
+        max_example_tokens: int = sys.maxsize,
+    ) -> Recorder:
+        """Return a recorder of the top-k and of these layers' outputs (-1: the embedding) for a buffer of so many
+        tokens."""
         return Recorder(
             top_k,
             temperature=self.config.rollout.temperature,
@@ -177,6 +187,7 @@ class PolicyTrainer(ModelTrainer):
             modules=[[*self.policy.modules_of(layer)] for layer in layers],
             hidden_size=self.policy.config.hidden_size,
             max_tokens=max_tokens,
+            max_example_tokens=max_example_tokens,
             parts=self.layout.tensor if self.policy.config.sequence_parallel else 1,
         )
 

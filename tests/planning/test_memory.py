@@ -245,6 +245,7 @@ def test_plan_prints_a_recipes_memory(capsys: pytest.CaptureFixture[str]) -> Non
     assert "qwen3_30b_a3b: GB on each of 8 H200" in said
     assert "optimizer" in said
     assert "GB in the memory of a host with 8" in said
+    assert "What a host's processes take themselves comes on top." in said
     assert "It fits in 141 GB; activations, logits, draft micro-batch, overhead are estimates." in said
     words = ["qwen3_30b_a3b", "--devices", "8", "--parallel.engines", "2"]
     show_memory([*words, "--distillation.refresh", "0"], Console(width=100))

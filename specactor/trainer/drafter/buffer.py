@@ -63,7 +63,9 @@ def cut(example: TrainingExample, num_tokens: int) -> TrainingExample:
     top_k, kept = example.top_k, num_tokens - example.prompt_len
     if top_k is not None:
         top_k = TopK(tokens=top_k.tokens[:kept].copy(), logprobs=top_k.logprobs[:kept].copy())
-    states = None if example.states is None else example.states[:num_tokens].clone()
+    states = example.states
+    if states is not None and len(states) > num_tokens:
+        states = states[:num_tokens].clone()
     return replace(example, token_ids=example.token_ids[:num_tokens].copy(), top_k=top_k, states=states)
 
 

@@ -29,7 +29,7 @@ from specactor.trainer.drafter import init
 from specactor.trainer.drafter.buffer import TopK, example_from
 from specactor.trainer.drafter.head import Head
 from specactor.trainer.drafter.head_training import HeadTrainer
-from specactor.trainer.drafter.recorder import Recorder
+from specactor.trainer.drafter.recorder import MAX_BYTES, Recorder
 from specactor.trainer.drafter.train import Clock, DrafterTrainer, RefreshStats
 from specactor.types import TrainSequence
 from specactor.waits import BULK_S
@@ -73,6 +73,7 @@ class Distillation:
         self._held: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
         """Versions that engines took; others hold version 0."""
         self._hands_over = False  # whether this rank has engines or processes that draft
+        self._told_of_states = False
         self._left_s = 0.0  # of the last refresh's share; below 0: owed by the next ones
         init.quiet()
         model = collective.together("draft model", lambda: init.read_fitting(self._folder, policy, device))
@@ -213,6 +214,14 @@ class Distillation:
             self._note(
                 f"draft model: responses to prompts of {self.config.tokens_per_microbatch} tokens or more are not "
                 "learned from."
+            )
+        skipped = any(s.response_len for s, (_, of_policy) in zip(sequences, known, strict=True) if of_policy is None)
+        if for_head and self.recorder is not None and skipped and not len(buffer) and not self._told_of_states:
+            self._told_of_states = True
+            self._note(
+                f"draft model: learns from no response: the hidden states of {self.recorder.max_tokens} tokens take "
+                f"{MAX_BYTES >> 20} MiB, and all are longer. Lower distillation.tokens_per_microbatch to "
+                f"{self.recorder.max_tokens}, to which they are then cut."
             )
         return num_cut
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from specactor.config import DraftTrainingConfig
-from specactor.errors import CheckpointError
+from specactor.errors import CheckpointError, SpecActorError
 from specactor.trainer.drafter import losses
 from specactor.trainer.drafter.buffer import DraftBuffer
 from specactor.trainer.drafter.updates import diverged, make_updater
@@ -95,8 +95,12 @@ class DrafterTrainer:
             began_s = clock()
             if self.on_any_rank(began_s - start_s + longest_s >= limit_s):
                 break
-            sums = self._gradients()
-            norm = self._updater.step(rate_of(self.updates))
+            try:
+                sums = self._gradients()
+                norm = self._updater.step(rate_of(self.updates))
+            except SpecActorError:  # on all ranks; the updates before it are in the weights
+                self.version += bool(made) and not self.on_any_rank(not self.is_finite())
+                raise
             self.updates += 1
             made.append(sums)
             longest_s = max(longest_s, clock() - began_s)

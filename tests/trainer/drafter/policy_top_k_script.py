@@ -49,7 +49,7 @@ def make(model: Path, parallel: dict[str, Any]) -> PolicyTrainer:
     return PolicyTrainer(config, layout, model)
 
 
-def examples_of(known: list[TopK]) -> list[TrainingExample]:
+def examples_of(known: list[TopK | None]) -> list[TrainingExample]:
     return [
         example_from(s, top_k, version=0, temperature=policy_cases.TEMPERATURE)
         for s, top_k in zip(SEQUENCES, known, strict=True)

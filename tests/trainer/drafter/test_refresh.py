@@ -24,7 +24,7 @@ from specactor.rollout import drafter_pool
 from specactor.rollout.decoupled.spec import DrafterSpec
 from specactor.rollout.drafter_pool import DrafterPool
 from specactor.trainer import checkpoint
-from specactor.trainer.drafter import head, init
+from specactor.trainer.drafter import head, init, recorder
 from specactor.trainer.drafter.losses import Batch
 from specactor.trainer.drafter.refresh import FOLDER, Distillation, left_behind
 from specactor.trainer.drafter.train import DrafterTrainer
@@ -62,7 +62,7 @@ def test_every_refresh_is_a_version_that_all_who_draft_get(world: World) -> None
 LEARNS = "refresh save load is_finite"
 
 
-def diverging(self: DrafterTrainer, **_: Any) -> None:
+def diverging(self: DrafterTrainer | None, **_: Any) -> Any:
     raise diverged("loss", torch.nan)
 
 
@@ -205,6 +205,18 @@ def test_a_loss_that_is_not_finite_leaves_nothing_to_the_next_refresh(
     assert (metrics["drafter/failed"], metrics["drafter/refreshed"]) == (0, 1)
 
 
+def test_what_a_refresh_learned_before_it_failed_is_a_version_that_all_get(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gradients, fails = world.it.drafter._gradients, iter([False, True])
+    monkeypatch.setattr(world.it.drafter, "_gradients", lambda: diverging(None) if next(fails) else gradients())
+    before, metrics = world.weights(), world.step(1)
+    assert (metrics["drafter/failed"], metrics["drafter/version"], metrics["drafter/oldest_version"]) == (1, 1, 1)
+    assert world.held() == world.weights() != before
+    world.it.save(tmp_path)
+    assert json.loads((tmp_path / FOLDER / "drafter.json").read_text())["version"] == 1
+
+
 def test_a_head_with_an_embedding_of_its_own_is_taken_whole(
     collective: Collective, targets: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -227,6 +239,52 @@ def test_a_head_with_an_embedding_of_its_own_is_taken_whole(
     sent = {slot.name for slot in learns._packed.slots}
     assert sent == set(load_file(tmp_path / "head" / "model.safetensors"))
     learns.close()
+
+
+def test_a_head_says_once_that_it_learns_from_no_response(
+    collective: Collective, targets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are longer than what there is room for, until they are cut to that."""
+    target, notes = init.read_model(targets["dense"]), list[str]()
+    init.write_model(head.make_head(target, head.Eagle3Start()), tmp_path / "head", tokenizer=targets["dense"])
+    room = max(s.prompt_len for s in SEQUENCES) + 1
+    long = [s for s in SEQUENCES if len(s.token_ids) > room]
+    monkeypatch.setattr(recorder, "MAX_BYTES", room * 2)
+
+    def refreshed(longest: int) -> dict[str, float]:
+        made = recorder.Recorder(
+            1,
+            temperature=1.0,
+            vocab_size=cases.VOCAB,
+            device=torch.device("cpu"),
+            group=None,
+            modules=[[torch.nn.Identity()]],
+            hidden_size=1,
+            max_example_tokens=longest,
+        )
+        learns = Distillation(
+            config(tmp_path / "head", tokens_per_microbatch=longest),
+            collective,
+            recorder_of=lambda layers: made,
+            policy=target.config,
+            engines=lambda: [],
+            processes=Processes(),
+            note=notes.append,
+        )
+        for number in (1, 2):
+            made.around(lambda *_: (torch.zeros(()), {}), long)
+            made.begin(long)
+            made.updated(long)
+            metrics = learns.refresh(long, version=number, step_s=1.0, is_last=True)
+        learns.close()
+        return metrics
+
+    assert refreshed(4096)["drafter/buffer_tokens"] == 0
+    [note] = notes
+    assert f"Lower distillation.tokens_per_microbatch to {room}," in note
+    notes.clear()
+    assert refreshed(room)["drafter/buffer_tokens"] == room
+    assert not notes
 
 
 def test_what_a_refresh_and_its_push_take_beyond_their_share_the_next_ones_lack(

@@ -9,6 +9,7 @@ import torch
 
 from specactor.errors import SpecActorError
 from specactor.trainer.drafter.train import DrafterTrainer
+from specactor.trainer.drafter.updates import diverged
 from tests.trainer.drafter import cases
 from tests.trainer.drafter.train_cases import learn, trainer
 
@@ -42,6 +43,32 @@ def test_weights_that_the_last_update_broke_get_no_version() -> None:
     with pytest.raises(SpecActorError, match="got a weight of nan"):
         made.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=1, rate_of=lambda update: math.inf)
     assert made.version == 0
+
+
+def test_updates_before_a_loss_that_is_not_finite_are_a_version() -> None:
+    """They are in the weights, which are pushed and saved under its number."""
+    made, one = trainer(), trainer()
+    learn(one, 1)
+    gradients, calls = made._gradients, iter([False, True, True])
+
+    def once() -> dict[str, float]:
+        if next(calls):
+            raise diverged("loss", math.inf)
+        return gradients()
+
+    made._gradients = once  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(SpecActorError, match="got a loss of inf"):
+            learn(made, 2)
+        assert (made.version, made.updates) == (1, 1), "the second time nothing is learned before it"
+        assert all(torch.equal(a, b) for a, b in zip(made.model.parameters(), one.model.parameters(), strict=True))
+
+
+def test_updates_that_broke_the_weights_are_no_version_where_the_next_loss_says_so() -> None:
+    made = trainer(learning_rate=1e38)
+    with pytest.raises(SpecActorError, match="got a loss of nan"):
+        made.refresh(limit_s=1e9, clock=lambda: 0.0, max_updates=2, rate_of=lambda update: math.inf)
+    assert (made.version, made.updates) == (0, 1)
 
 
 def test_what_is_not_finite_changes_nothing() -> None:
