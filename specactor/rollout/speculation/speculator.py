@@ -146,7 +146,7 @@ class Speculator:
         self.drafter_set.tell(sequences)
         drafts = self.drafter_set.draft(drafter, sequences, windows)
         if self._decision.together:
-            read_up = self.drafters[drafter].read_up
+            read_up = self.drafter_set.read_up
             self._is_steady &= not read_up
             self._decision.drafts = drafts
             self._decision.to_draft = [
