@@ -209,6 +209,13 @@ def test_a_drafter_that_reads_in_every_round_is_left(beside: list[Drafter], read
     assert world.speculator.report()["late"].rounds == 100
 
 
+def test_rounds_in_which_all_texts_are_still_being_read_count_once() -> None:
+    reading = Streaming(read_s=0.003, ready=0)
+    world = reading.world = World(SpeculationConfig(mode="coupled", window=4, max_window=8), reading, requests=8)
+    world.play(300)
+    assert world.speculator.estimates.reading["late"].goes_on
+
+
 def test_a_drafter_that_reads_in_few_rounds_stays() -> None:
     reading = Streaming(read_s=0.003, ready=1, every=3)
     world = reading.world = World(auto(), reading, requests=8, row_s=1e-5)
