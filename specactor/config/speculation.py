@@ -69,7 +69,7 @@ class SpeculationConfig:
     `distillation`. One that no drafter names is neither loaded nor made; a class of yours may draft with any."""
     cost_table: str = ""
     """File that ``specactor profile`` wrote; empty: costs are measured while the engine runs. In mode
-    auto the job is also planned by it when it starts: what no plan has is not started."""
+    auto the job is also planned by it when it starts: what would not pay is not started."""
 
     @property
     def draft_methods(self) -> tuple[str, ...]:

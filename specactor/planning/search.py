@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specactor.config import Config
+from specactor.config.speculation import MTP, kind_of
 from specactor.errors import PlanError
 from specactor.planning.plans import (
     Cluster,
@@ -250,15 +251,14 @@ def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config,
     rollout, speculation = config.rollout, config.rollout.speculation
     if missing := [name for name in speculation.draft_methods if name not in table.methods]:
         return config, f"no plan: {speculation.cost_table} lacks {', '.join(missing)}. Measure: specactor profile."
-    first, last = (_fastest(config, table, n, machines) for n in (rollout.prompts_per_step * rollout.group_size, 1))
-    text = f"plan: {_described(first)}; for the last request {_described(last)}"
-    modes = {first.mode, last.mode}
+    many, one = (_plans(config, table, n, machines) for n in (rollout.prompts_per_step * rollout.group_size, 1))
+    text = f"plan: {_described(many[0])}; for the last request {_described(one[0])}"
     others = tuple(name for name in speculation.drafters if name != METHOD)
     if config.drafter_learns:
         return config, text  # the draft model learns, and what it will be worth is not known yet
-    if modes == {"off"}:
+    if many[0].mode == one[0].mode == "off":
         speculation = replace(speculation, mode="off")
-    elif "decoupled" not in modes and others:
+    elif others and not (_takes_processes(many) or _takes_processes(one)):
         speculation = replace(speculation, drafters=others)
     parallel = config.parallel
     if rollout.speculation.is_decoupled and not speculation.is_decoupled:
@@ -267,17 +267,37 @@ def planned(config: Config, table: CostTable, *, machines: int) -> tuple[Config,
     return replace(config, parallel=parallel, rollout=replace(rollout, speculation=speculation)), text
 
 
-def _fastest(config: Config, table: CostTable, requests: int, machines: int) -> RolloutPlan:
+def _plans(config: Config, table: CostTable, requests: int, machines: int) -> list[RolloutPlan]:
+    """Return each way to draft on the engines and drafters that are configured, fastest first; off wins ties."""
     parallel, speculation = config.parallel, config.rollout.speculation
     # Nobody has seen these drafters yet: believed is what their engines begin with.
     model = AcceptanceModel(max_window=speculation.largest_window)
     survival = tuple(model.survivals([""], covered=False)[0].tolist())
     table = table.only(speculation.draft_methods)
     options = from_table(table, devices=parallel.engine_tensor, survivals=dict.fromkeys(table.methods, survival))
-    drafters = [o if METHOD in table.methods else replace(o, engines=()) for o in options.drafters]
-    own = parallel.drafters * (len(parallel.drafter_hosts) or machines)
-    cluster = Cluster(devices=parallel.engines * parallel.engine_tensor + own, requests=requests)
-    return search(cluster, options.verifiers, drafters, max_window=speculation.largest_window)[0]
+    (verifier,), windows = options.verifiers, range(1, len(survival) + 1)
+    cluster = Cluster(devices=parallel.engines * parallel.engine_tensor, requests=requests)
+    # Without devices of their own they draft on those of engines that have no request.
+    busy = min(parallel.engines, requests)
+    drafting = parallel.drafters * (len(parallel.drafter_hosts) or machines) or parallel.engines - busy
+    of = _Verifying.of(replace(cluster, devices=cluster.devices + drafting), verifier, busy, None)
+    off = _off(cluster, verifier)
+    found = [off]
+    for drafter in options.drafters:
+        if drafter.name in table.drafters:
+            found += _best(_coupled(cluster, verifier, drafter, window) for window in windows)
+        elif drafting:
+            (engine,) = drafter.engines
+            found += _best(_pair(of, drafter, engine, drafting, window, len(windows)) for window in windows)
+    found = [replace(plan, speedup=plan.tokens_per_s / off.tokens_per_s) for plan in found]
+    return sorted(found, key=lambda plan: (-plan.tokens_per_s, plan.mode != "off"))
+
+
+def _takes_processes(plans: Sequence[RolloutPlan]) -> bool:
+    """Return whether drafter processes are faster than plain decoding, and than draft models in engines."""
+    # Texts may repeat or not, which nobody knows before: what drafts over them takes no process away.
+    models = (plan for plan in plans if kind_of(plan.drafter) or plan.drafter in (OFF, MTP))
+    return next(models).mode == "decoupled"
 
 
 def _described(plan: RolloutPlan) -> str:

@@ -70,6 +70,34 @@ def test_no_process_is_started_that_no_plan_has(config: Config) -> None:
     assert "no drafter process is started" in text
 
 
+def test_a_quick_drafter_over_text_takes_no_process_away(config: Config) -> None:
+    """How often texts repeat is not known before; how fast a draft model in the engine drafts is."""
+    quick = table(row_s=1e-7, draft_s=1e-6, token_s=1e-4)
+    found, text = planned(config, quick, machines=1)
+    assert found == config
+    assert "plan: coupled suffix" in text
+    for name, kept in {"model": 0, "examples.custom_drafter:LastFollower": 1}.items():
+        speculation = replace(config.rollout.speculation, drafters=("suffix", name, "decoupled"))
+        more = replace(quick, drafters={"suffix": quick.drafters["suffix"], name: quick.drafters["suffix"]})
+        found, _ = planned(replace(config, rollout=replace(config.rollout, speculation=speculation)), more, machines=1)
+        assert found.parallel.drafters == kept, name
+
+
+def test_a_plan_is_of_the_engines_and_drafters_there_are(config: Config) -> None:
+    """Three engines would be faster than two and a drafter, or than two; but two there are."""
+    _, text = planned(config, table(row_s=2e-4, draft_s=1.0, token_s=1e-4), machines=1)
+    assert text.startswith("plan: decoupled decoupled, window 1, on 2 engines and 1 drafters"), text
+    _, text = planned(config, table(row_s=1e-3, draft_s=1.0, token_s=1e-4), machines=1)
+    assert text.startswith("plan: off on 2 engines; for the last request decoupled"), text
+
+
+def test_idle_engines_draft_at_the_end_where_drafters_have_no_devices(config: Config) -> None:
+    lending = replace(config, parallel=replace(config.parallel, drafters=0))
+    found, text = planned(lending, table(row_s=1e-7, draft_s=1.0, token_s=1e-4), machines=1)
+    assert found == lending
+    assert text.startswith("plan: off on 2 engines; for the last request decoupled decoupled, window 8, on 1 engines")
+
+
 def test_a_network_of_drafters_goes_with_them(config: Config) -> None:
     parallel = replace(config.parallel, drafter_hosts=(0, 1))
     found, _ = planned(replace(config, parallel=parallel), table(row_s=1e-7, draft_s=1e-6, token_s=1.0), machines=2)

@@ -131,6 +131,9 @@ def finish_token_by_token(original: Callable[..., None], req: Any, new_tokens: i
         return
     emitted, before = req.output_ids, begun_of(req)  # a stop string may begin in what was brought along
     req.sampling_params.max_new_tokens += len(before)
+    # The last tokens that are looked at: a token has a byte or more. SGLang takes the tokens of the usual encoding, but
+    # policies spell a text in others, too.
+    req.sampling_params.stop_str_max_len = max(len(stop.encode()) for stop in req.sampling_params.stop_strs)
     try:
         # Few rounds end a response, and one look shows whether this one does.
         if new_tokens > 1 and not req.to_finish and req.tokenizer.keeps(req.sampling_params.stop_strs):

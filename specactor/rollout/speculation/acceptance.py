@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, repeat
-from operator import mul
+from operator import index, mul
 from typing import Any
 
 import numpy as np
@@ -130,10 +130,13 @@ class AcceptanceModel:
         return self._estimates()[2]
 
     def tell(self, request_ids: Sequence[str], confidences: Sequence[int]) -> None:
-        """Note the confidence in the present drafts; empty: not known."""
-        if confidences and not 0 <= min(confidences) <= max(confidences) < CONFIDENCES:
-            confidences = [min(max(0, confidence), CONFIDENCES - 1) for confidence in confidences]
-        self._told = dict(zip(request_ids, confidences, strict=True)) if confidences else {}
+        """Note the confidence in the present drafts; empty: not known. Raises TypeError and ValueError, and changes
+        nothing, unless they are integers, one for each."""
+        told = list(confidences)
+        # Later they are indices of arrays, which booleans and other integers index otherwise.
+        if told and not ({*map(type, told)} == {int} and 0 <= min(told) <= max(told) < CONFIDENCES):
+            told = [min(max(0, int(index(confidence))), CONFIDENCES - 1) for confidence in told]
+        self._told = dict(zip(request_ids, told, strict=True)) if told else {}
 
     def told(self, request_id: str) -> int:
         """Return the confidence in the request's draft; CONFIDENCES for none."""

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from math import isfinite
 from typing import Literal
 
 from specactor.config import SpeculationConfig
@@ -59,6 +60,7 @@ class DrafterSet:
         self._running: dict[str, _Request] = {}
         self._versions: dict[str, int] = {}  # each drafter's version, as of the last `find`
         self._missed = 0  # times in a row that none was there
+        self.read_up: frozenset[int] = frozenset()  # the drafter's that drafted last
 
     # ------------------------------------------------------------------------------------- what drafters are told
 
@@ -138,7 +140,7 @@ class DrafterSet:
 
     def draft(self, name: str, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in sequences]
-        drafter = self.drafters[name]
+        drafter, self.read_up = self.drafters[name], frozenset()
         if not any(windows) or self._failures[name] >= FAILURES:
             return drafts
         known = [self._running[sequence.request_id].known[_kind(drafter)] for sequence in sequences]
@@ -147,8 +149,10 @@ class DrafterSet:
             proposed = drafter.propose(known, windows)
             if len(proposed) != len(windows):
                 raise ValueError(f"propose returned {len(proposed)} drafts for {len(windows)} requests")
-            drafts[:] = self._usable(drafter, [list(d[:w]) for d, w in zip(proposed, windows, strict=True)], proposed)
+            usable = self._usable(drafter, [list(d[:w]) for d, w in zip(proposed, windows, strict=True)], proposed)
             self._acceptance[name].tell([sequence.request_id for sequence in sequences], drafter.confidence)
+            self.read_up = frozenset(drafter.read_up)
+            drafts[:] = usable  # last: whatever of it is wrong costs the drafts
 
         self.call(drafter, ask)
         return drafts
@@ -200,7 +204,9 @@ class DrafterSet:
         """Add what drafters counted themselves to their counts."""
 
         def ask(drafter: Drafter) -> None:
-            self._estimates.counts[drafter.name].figures = drafter.figures()
+            found = {str(name): float(value) for name, value in drafter.figures().items()}
+            kept = {name: value for name, value in found.items() if isfinite(value)}
+            self._estimates.counts[drafter.name].figures = kept
 
         for drafter in self.drafters.values():
             self.call(drafter, ask, drafter)

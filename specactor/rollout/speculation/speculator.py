@@ -52,6 +52,7 @@ class Speculator:
         """Whether drafters have nothing to catch up with, so that the round's seconds are usual ones."""
         self._decision = Decision(drafter=OFF, windows=[], drafts=[])
         self._came = False  # whether requests came since the last round
+        self._counted = OFF  # the drafter whose reading of this round is counted
 
     @property
     def costs(self) -> OnlineCosts:
@@ -146,7 +147,7 @@ class Speculator:
         self.drafter_set.tell(sequences)
         drafts = self.drafter_set.draft(drafter, sequences, windows)
         if self._decision.together:
-            read_up = self.drafters[drafter].read_up
+            read_up = self.drafter_set.read_up
             self._is_steady &= not read_up
             self._decision.drafts = drafts
             self._decision.to_draft = [
@@ -159,23 +160,23 @@ class Speculator:
 
     def _count_reading(self, drafter: str, windows: Sequence[int], *, draft_s: float, reads: bool) -> None:
         asked, ready = sum(map(bool, windows)), sum(map(bool, self._decision.to_draft))
-        reading = self.estimates.reading[drafter]
+        reading, self._counted = self.estimates.reading[drafter], drafter
         reading.round(reads)
         if self.costs.table is not None and asked:
             usual_s = self.costs.draft_s(drafter, asked)(max(windows))
             reading.drafted(seconds=max(0.0, draft_s - usual_s) if reads else 0.0, ready=ready / asked)
 
-    def _count_arrivals(self, drafter: str = OFF) -> None:
-        # What others than this drafter would have read is known by the requests that came.
+    def _count_arrivals(self) -> None:
+        # What others than the one that drafted would have read is known by the requests that came.
         for name, reading in self.estimates.reading.items():
-            if name != drafter:
+            if name != self._counted:
                 reading.round(self._came)
-        self._came = False
+        self._came, self._counted = False, OFF
 
     def learn(self, sequences: Sequence[DraftSequence], accepted: Sequence[Sequence[int]], *, round_s: float) -> None:
         """Learn from the last `decide`: accepted tokens per request, seconds of the whole round."""
         decision = self._decision
-        self._count_arrivals(decision.drafter if decision.together else OFF)
+        self._count_arrivals()
         self.estimates.round(decision, sequences, accepted, round_s=round_s, is_steady=self._is_steady)
         if any(accepted):
             self._back_off.paid()

@@ -49,8 +49,9 @@ def make_tokenizer(folder: Path) -> Tokenizer:
 
 
 def cut(tokens: tuple[int, ...], stops: Sequence[str], tokenizer: Tokenizer) -> int:
-    """Tokens that plain decoding emits: after each it looks at the last few, one more than the longest stop has."""
-    few = 1 + max(len(tokenizer.encode(stop, add_special_tokens=False).ids) for stop in stops)
+    """Tokens that plain decoding emits: after each it looks at the last few, one more than the longest stop can have
+    where each has a letter."""
+    few = 1 + max(map(len, stops))
     for length in range(1, len(tokens) + 1):
         text = tokenizer.decode(list(tokens[max(0, length - few) : length]), skip_special_tokens=False)
         if any(stop in text for stop in stops):

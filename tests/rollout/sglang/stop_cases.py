@@ -7,7 +7,7 @@ import random
 import sys
 import tempfile
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
 from specactor.rollout.sglang import responses  # noqa: E402
 
-SEEDS = (*range(700), 1413)  # in the last one look is too few, as in one of 2,500
+SEEDS = (*range(700), 8657)  # in the last one look is too few, as in one of 10,000
 EOS = 1
 # Bytes of a, b, c, a space, and of é and € in parts; then what a merge of some of them would be.
 PIECES = ["<eos>", "a", "b", "c", "Ġ", "Ã", "©", "â", "Ĥ", "¬", "ab", "Ġc", "Ã©", "©a", "âĤ", "bc"]
@@ -30,9 +30,9 @@ STOPS = ["ab", "abc", "a c", "é", "€a", "bab", " ", "cé", "\ufffd", "<eos>",
 Finish = Callable[[Callable[..., None], Any, int], None]
 
 
-def text_of(decoder: Any) -> responses.Text:
+def text_of(decoder: Any, merges: Sequence[tuple[str, str]] = ()) -> responses.Text:
     vocabulary = {"<pad>": 0} | {piece: i for i, piece in enumerate(PIECES, start=EOS)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[*merges]))
     tokenizer.decoder = decoder
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(f"{folder}/tokenizer.json")
@@ -42,8 +42,9 @@ def text_of(decoder: Any) -> responses.Text:
 
 
 def every_token(original: Callable[..., None], req: Any, new_tokens: int = 1) -> None:
-    """What decides: SGLang is asked after each token."""
+    """What decides: SGLang is asked after each token, about as many of the last ones as can have a stop string."""
     emitted, before = req.output_ids, responses.begun_of(req)
+    req.sampling_params.stop_str_max_len = max(len(stop.encode()) for stop in req.sampling_params.stop_strs)
     req.sampling_params.max_new_tokens += len(before)
     for length in range(len(emitted) - new_tokens + 1, len(emitted) + 1):
         req.output_ids = before + emitted[:length]
@@ -83,6 +84,37 @@ def end_of(finish: Finish, seed: int, text: responses.Text) -> object:
     finish(Req.update_finish_state, req, new)
     reason = req.finished_reason and req.finished_reason.to_json()
     return reason, req.finished_len, list(req.output_ids), req.to_finish and "error", req.sampling_params.max_new_tokens
+
+
+def spelled_ends(finish: Finish, text: responses.Text) -> list[int | None]:
+    """Where a response ends that has a stop string of two tokens in four others: in plain rounds, and in longer ones;
+    last where the first two were brought along."""
+    tokens = [PIECES.index(piece) + EOS for piece in ["c", *"abab", "c", "c"]]
+    ends = []
+    for size, begun in ((1, 0), (2, 0), (3, 0), (7, 0), (1, 2), (5, 2)):
+        sampling = SamplingParams(max_new_tokens=30, stop="abab", custom_params={"specactor_begun": begun})
+        sampling.normalize(text)
+        assert sampling.stop_str_max_len == 2
+        req = Req("r", "", array("q", [EOS, *tokens[:begun]]), sampling, eos_token_ids={EOS}, vocab_size=100)
+        req.tokenizer = text
+        for start in range(begun, len(tokens), size):
+            req.output_ids.extend(tokens[start : start + size])
+            finish(Req.update_finish_state, req, len(tokens[start : start + size]))
+            if req.finished():
+                break
+        ends.append(req.finished_len)
+    return ends
+
+
+def usual_length(original: Callable[..., None], req: Any, new_tokens: int = 1) -> None:
+    """A wrong version: as many tokens are looked at as a stop string usually has, and one more."""
+    emitted, before = req.output_ids, responses.begun_of(req)
+    for length in range(len(emitted) - new_tokens + 1, len(emitted) + 1):
+        req.output_ids = before + emitted[:length]
+        original(req, 1)
+        if req.finished():
+            break
+    req.output_ids = emitted
 
 
 def narrow_look(original: Callable[..., None], req: Any, new_tokens: int = 1) -> None:
@@ -125,6 +157,9 @@ def main() -> None:
         req.output_ids, req.to_finish = array("q", [2, 3] * 4), None
         responses.finish_token_by_token(Req.update_finish_state, req, 8)
         found["decoded"][kind] = decoded[0]
+    merged = text_of(decoders.ByteLevel(), [("a", "b")])
+    versions = {"ours": responses.finish_token_by_token, "usual length": usual_length}
+    found["spelled"] = {name: spelled_ends(finish, merged) for name, finish in versions.items()}
     json.dump(found, sys.stdout)
 
 

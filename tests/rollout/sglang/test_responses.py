@@ -137,3 +137,6 @@ def test_one_look_at_a_round_ends_a_response_where_looks_at_every_token_do() -> 
     assert differ.pop("joined, one look") == 0
     assert min(differ.values()) > 0, "every wrong version is noticed"
     assert found["decoded"] == {"bytes": 1, "joined": 1, "other": 8}
+    # A stop string in other tokens than its usual ones ends plain and longer rounds alike.
+    assert found["spelled"].pop("ours") == [5, 5, 5, 5, 3, 3]
+    assert None in found["spelled"]["usual length"]

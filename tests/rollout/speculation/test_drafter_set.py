@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -197,11 +198,15 @@ def test_no_drafter_can_change_what_the_engine_holds(ahead: bool) -> None:
         assert sequence.output_ids == list(range(token + 1))
 
 
-def asked(lie: Callable[[list[int]], object], rounds: int = 5) -> tuple[list[list[list[int]]], Counts]:
-    """What is verified of what a drafter returns for two requests, round by round; and what is told of it."""
+def asked(
+    lie: Callable[[list[int]], object], rounds: int = 5, **attributes: object
+) -> tuple[list[list[list[int]]], Counts]:
+    """What is verified of what a drafter returns for two requests, round by round; and what is told of it.
+    `attributes` are what it has after each."""
 
     class Liar(Notes):
         def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+            vars(self).update(attributes)
             return lie(list(windows))  # type: ignore[return-value]
 
     estimates = Estimates({"notes": Liar()}, max_window=8)
@@ -212,7 +217,62 @@ def asked(lie: Callable[[list[int]], object], rounds: int = 5) -> tuple[list[lis
     for sequence in sequences:
         drafter_set.open(sequence)
     drafter_set.tell()
-    return [drafter_set.draft("notes", sequences, [2, 3]) for _ in range(rounds)], counts
+    found = []
+    for _ in range(rounds):
+        found.append(drafter_set.draft("notes", sequences, [2, 3]))
+        # As rounds use what was told, where nobody catches what is wrong.
+        assert drafter_set.read_up <= {0, 1}
+        model = estimates.acceptance["notes"]
+        model.observe_all([*"ab"], [*map(len, found[-1])], [0, 0], asked=[2, 3])
+        assert model.survivals([*"ab"], covered=True).shape == (2, 8)
+    return found, counts
+
+
+@pytest.mark.parametrize(
+    ("attributes", "reason"),
+    [
+        ({"confidence": [0.9, 0.2]}, "TypeError: 'float' object cannot be interpreted as an integer"),
+        ({"confidence": [1, float("nan")]}, "TypeError: 'float' object cannot be interpreted as an integer"),
+        ({"confidence": [2]}, "ValueError: zip() argument 2 is shorter than argument 1"),
+        ({"confidence": [2, 2, 2]}, "ValueError: zip() argument 2 is longer than argument 1"),
+        ({"confidence": None}, "TypeError: 'NoneType' object is not iterable"),
+        ({"read_up": None}, "TypeError: 'NoneType' object is not iterable"),
+    ],
+)
+def test_a_drafter_whose_word_of_its_drafts_is_wrong_loses_them(attributes: dict[str, object], reason: str) -> None:
+    drafts, counts = asked(lambda windows: [[1], [2]], **attributes)
+    assert drafts == [[[], []]] * 5
+    assert counts.failures == FAILURES
+    assert counts.problems == [f"Liar: {reason}", "Liar: failed 3 times, and is not asked again"]
+
+
+@pytest.mark.parametrize("sure", [[True, False], np.array([1, 0]), [-7, 10**30], (np.int8(3), 0)])
+def test_confidence_is_any_integer(sure: Sequence[int]) -> None:
+    drafts, counts = asked(lambda windows: [[1], [2]], confidence=sure)
+    assert drafts == [[[1], [2]]] * 5
+    assert counts.failures == 0
+
+
+def test_figures_are_finite_numbers() -> None:
+    """They travel as JSON's like, and are added."""
+
+    class Counting(Notes):
+        def figures(self) -> dict[str, float]:
+            return dict(told)
+
+    told: dict[str, float] = {"a": np.float32(0.5), "b": np.int64(2), "c": float("nan"), "d": float("-inf"), "e": 10**9}
+    drafter = Counting()
+    estimates = Estimates({"notes": drafter}, max_window=8)
+    drafter_set = DrafterSet([drafter], SpeculationConfig(mode="auto"), estimates)
+    drafter_set.note_figures()
+    kept = estimates.report()["notes"]
+    assert (kept.figures, kept.failures) == ({"a": 0.5, "b": 2.0, "e": 1e9}, 0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(kept), type=Counts) == kept
+    told["f"] = None  # type: ignore[assignment]
+    drafter_set.note_figures()
+    lost = estimates.report()["notes"]
+    assert (lost.figures, lost.failures) == ({}, 1)
+    assert (kept + lost).figures == kept.figures
 
 
 @pytest.mark.parametrize(

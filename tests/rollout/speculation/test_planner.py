@@ -158,6 +158,20 @@ def test_what_a_drafter_reads_first_says_nothing_of_its_drafts(tells: bool) -> N
     assert min(draft_s for _, _, draft_s in world.speculator.costs.drafts["late"]) < 0.001
 
 
+def test_a_drafter_that_cannot_tell_what_it_reads_costs_its_drafts_alone() -> None:
+    class Vague(Reading):
+        def propose(self, sequences: Sequence[DraftSequence], windows: Sequence[int]) -> list[list[int]]:
+            drafts = super().propose(sequences, windows)
+            self.read_up = None  # type: ignore[assignment]
+            return drafts
+
+    vague = Vague(rounds=0, tells=False)
+    world = vague.world = World(SpeculationConfig(mode="coupled", window=4, max_window=8), vague, requests=8)
+    world.play(10)
+    counts = world.speculator.report()["late"]
+    assert (counts.failures, counts.drafted) == (3, 0)
+
+
 class Streaming(Certain):
     """Reads texts of new requests in every round (of `every` one), and drafts for those that it has read."""
 
@@ -193,6 +207,13 @@ def test_a_drafter_that_reads_in_every_round_is_left(beside: list[Drafter], read
     world.speculator.report()
     assert world.play(100) > 2 * world.plain_speed()
     assert world.speculator.report()["late"].rounds == 100
+
+
+def test_rounds_in_which_all_texts_are_still_being_read_count_once() -> None:
+    reading = Streaming(read_s=0.003, ready=0)
+    world = reading.world = World(SpeculationConfig(mode="coupled", window=4, max_window=8), reading, requests=8)
+    world.play(300)
+    assert world.speculator.estimates.reading["late"].goes_on
 
 
 def test_a_drafter_that_reads_in_few_rounds_stays() -> None:
