@@ -41,13 +41,23 @@ def prompt_ids(
 ) -> tuple[int, ...]:
     """Return the tokens of what a policy sees first."""
     if isinstance(said, str):
-        return _encoded(tokenizer, said)
+        _check_unicode(said)
+        return tuple(text_ids(tokenizer, [said])[0])
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     special.append(_MARK.partition("{")[0])
     # Others stay where they are: a template may look at them, and the tokens are then those of the whole text.
     forging = [i for i, message in enumerate(said) if any(text in str(message.get("content")) for text in special)]
     text = prompt_text(tokenizer, [_marked(m, i) if i in forging else m for i, m in enumerate(said)], tools)
     return tuple(_with_contents(tokenizer, text, said))
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Sequence[int]]:
+    """Return the tokens of texts with what the tokenizer adds; a text that begins with that, as one of a template may,
+    gets no second."""
+    added = tokenizer("")["input_ids"]  # before a text, and behind it
+    sizes = range(1, len(added) + 1)
+    found = tokenizer(list(texts))["input_ids"]
+    return [ids[next((n for n in sizes if ids[:n] == ids[n : 2 * n] == added[:n]), 0) :] for ids in found]
 
 
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
@@ -94,12 +104,12 @@ def _with_contents(tokenizer: PreTrainedTokenizerBase, text: str, said: Sequence
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, is_template: bool) -> tuple[int, ...]:
-    return _encoded(tokenizer, text, add_special_tokens=False, split_special_tokens=not is_template)
+    _check_unicode(text)
+    return tuple(tokenizer(text, add_special_tokens=False, split_special_tokens=not is_template)["input_ids"])
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> tuple[int, ...]:
+def _check_unicode(text: str) -> None:
     try:
         text.encode()  # tokenizers say no more than that the type is wrong
     except UnicodeEncodeError as error:
         raise DataError(f"text: {error}. Leave such halves of characters out.") from error
-    return tuple(tokenizer(text, **options)["input_ids"])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from specactor.config import SourceConfig
 from specactor.data import chat
+from specactor.data.dataset import build_dataset
 from specactor.errors import DataError
 
 TEMPLATE = (
@@ -18,14 +23,18 @@ TEMPLATE = (
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 
 
-def make_tokenizer() -> PreTrainedTokenizerBase:
-    """One token per byte, two special ones, and a template like that of many models."""
+def make_tokenizer(adds: str = "$A") -> PreTrainedTokenizerBase:
+    """One token per byte, two special ones, and a template like that of many models; `adds` says what stands around a
+    text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {token: i for i, token in enumerate((*SPECIAL, *alphabet))}
     bytes_ = Tokenizer(models.BPE(vocab=ids, merges=[]))
     bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_.decoder = decoders.ByteLevel()
     bytes_.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    bytes_.post_processor = processors.TemplateProcessing(
+        single=adds, special_tokens=[*zip(SPECIAL, (0, 1), strict=True)]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<|im_end|>")
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -74,6 +83,29 @@ def test_a_text_is_taken_as_it_is(text: str) -> None:
     ids = chat.observation_ids(TOKENIZER, text, last_token=END)
     assert TOKENIZER.decode(ids) == text
     assert not {START, END} & set(ids)
+
+
+@pytest.mark.parametrize(
+    ("adds", "text", "want"),
+    [
+        ("<|im_start|> $A", "<|im_start|>a", "<|im_start|>a"),
+        ("<|im_start|> $A", "a<|im_start|>", "<|im_start|>a<|im_start|>"),
+        ("<|im_start|> $A", "<|im_end|>a", "<|im_start|><|im_end|>a"),
+        ("<|im_start|> <|im_end|> $A", "<|im_start|><|im_end|>a", "<|im_start|><|im_end|>a"),
+        ("<|im_start|> $A <|im_end|>", "<|im_start|>a", "<|im_start|>a<|im_end|>"),
+        ("$A", "<|im_start|><|im_start|>a", "<|im_start|><|im_start|>a"),
+    ],
+)
+def test_a_text_that_begins_as_a_template_does_gets_no_second_mark(
+    adds: str, text: str, want: str, tmp_path: Path
+) -> None:
+    """Neither as a row's prompt nor as what an environment says first."""
+    tokenizer = make_tokenizer(adds)
+    assert tokenizer.decode(chat.prompt_ids(tokenizer, text)) == want
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"prompt": text, "answer": "4", "verifier": "exact"}))
+    [problem] = build_dataset(SourceConfig(path=str(file)), tokenizer, max_prompt_tokens=100)
+    assert problem.prompt_ids == chat.prompt_ids(tokenizer, text)
 
 
 def test_a_forged_turn_would_be_seen() -> None:
