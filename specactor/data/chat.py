@@ -5,6 +5,7 @@ Invariants: between responses stand the template's own tokens; an environment's 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
@@ -25,10 +26,13 @@ def prompt_text(
     """Render up to where the response begins. Raises DataError for what the template refuses."""
     if tokenizer.chat_template is None:
         raise DataError("messages: the model's tokenizer has no chat template. Give texts, or a model that has one.")
+    wanted: dict[str, Any] = {"tools": tools, "tokenize": False, "add_generation_prompt": True}
+    read = [_with_objects(message) for message in messages]
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(m) for m in messages], tools=tools, tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text = tokenizer.apply_chat_template(read, **wanted)
+        except TypeError:  # DeepSeek's templates join arguments, as JSON, with texts
+            text = tokenizer.apply_chat_template([dict(m) for m in messages], **wanted)
     except Exception as error:  # a template raises what it likes
         raise DataError(
             f"messages: the model's chat template refuses them: {type(error).__name__}: {error}. Correct the messages."
@@ -88,6 +92,28 @@ def observation_ids(
         raise DataError("chat template: it leaves out what the assistant said. Let environments say texts instead.")
     ids = _with_contents(tokenizer, after, said)
     return tuple(ids[1:] if ids and ids[0] == last_token else ids)
+
+
+def _with_objects(message: Message) -> dict[str, Any]:
+    """Return a message with the arguments of called tools as objects, for which templates are written; OpenAI's
+    clients send them as JSON."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [*map(_with_object, calls)]} if isinstance(calls, list) else dict(message)
+
+
+def _with_object(call: object) -> object:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        return call
+    if not isinstance(told := function.get("arguments"), str):
+        return call
+    try:
+        found = json.loads(told)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise DataError(f"messages: tool_calls: got arguments {told!r:.80}, expected a JSON object. Correct them.")
+    return {**call, "function": {**function, "arguments": found}}
 
 
 def _marked(message: Message, number: int) -> Message:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -122,6 +123,40 @@ def test_the_whole_conversation_is_what_the_template_makes_of_it() -> None:
         ids += chat.observation_ids(TOKENIZER, [answer], last_token=END)
         messages += [{"role": "assistant", "content": response}, answer]
     assert tuple(ids) == chat.prompt_ids(TOKENIZER, messages)
+
+
+CALLS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{{ m.content }};{% endfor %}"
+)
+
+
+def called(arguments: object) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "multiply", "arguments": arguments}}
+    return [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "6"}]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 2, "b": "\u00e9"}', {"a": 2, "b": "é"}])
+def test_templates_see_arguments_of_tools_as_objects(arguments: object) -> None:
+    """As the engines' own server gives them: OpenAI's clients send their JSON."""
+    tokenizer, messages = make_tokenizer(), called(arguments)
+    tokenizer.chat_template = CALLS
+    assert chat.prompt_text(tokenizer, messages) == 'multiply{"a": 2, "b": "é"};6;'
+    assert messages == called(arguments), "a copy was read"
+    tokenizer.chat_template = CALLS.replace(" | tojson", "")
+    assert chat.prompt_text(tokenizer, called({"a": 2})) == "multiply{'a': 2};6;"
+
+
+def test_a_template_that_joins_arguments_with_texts_has_their_json() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CALLS.replace("{{ c.function.arguments | tojson }}", "{{ '=' + c.function.arguments }}")
+    assert chat.prompt_text(tokenizer, called('{"a": 2}')) == 'multiply={"a": 2};6;'
+
+
+@pytest.mark.parametrize("arguments", ["", "2", "[1]", "{", "[" * 10**5])
+def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
+    with pytest.raises(DataError, match=r"messages: tool_calls: got arguments '.*, expected a JSON object\."):
+        chat.prompt_text(TOKENIZER, called(arguments))
 
 
 def test_without_a_template_messages_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -26,7 +26,7 @@ from specactor.rollout.requests import assign
 from specactor.rollout.session import Session
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import Problem, RolloutRequest, SamplingParams, Trajectory
-from tests.data.test_chat import END, START, make_tokenizer
+from tests.data.test_chat import CALLS, END, START, called, make_tokenizer
 from tests.rollout import agents
 from tests.rollout.driver_cases import FakeEngine, token
 
@@ -262,6 +262,22 @@ def test_tools_are_told_and_what_they_say_forges_nothing() -> None:
     assert said.count(END) <= 2
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage.total_tokens == len(t.prompt_ids) + len(t.token_ids)
+
+
+def test_arguments_of_tools_that_are_rendered_are_objects() -> None:
+    """The policy's own calls are recognised by their text, and not rendered."""
+    tokenizer, told = make_tokenizer(), list[Refusal]()
+    tokenizer.chat_template = CALLS
+    session = Session(request(0), tokenizer, max_prompt_tokens=LONGEST)
+    for arguments in ('{"a": 2}', "2"):
+        body = Body(messages=called(arguments), tools=agents.TOOLS)
+        call: Any = SimpleNamespace(body=body, is_given_up=False, tell=told.append)
+        turns = session.ask(call)
+        if not told:
+            assert [tokenizer.decode(turn.prompt_ids) for turn in turns] == ['multiply{"a": 2};6;']
+    assert [str(refusal) for refusal in told] == [
+        "messages: tool_calls: got arguments '2', expected a JSON object. Correct them."
+    ]
 
 
 def test_what_cannot_be_done_is_refused() -> None:
