@@ -47,8 +47,7 @@ def prompt_ids(
     if isinstance(said, str):
         _check_unicode(said)
         return tuple(text_ids(tokenizer, [said])[0])
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    special.append(_MARK.partition("{")[0])
+    special = [*special_tokens(tokenizer).values(), _MARK.partition("{")[0]]
     # Others stay where they are: a template may look at them, and the tokens are then those of the whole text.
     forging = [i for i, message in enumerate(said) if any(text in str(message.get("content")) for text in special)]
     text = prompt_text(tokenizer, [_marked(m, i) if i in forging else m for i, m in enumerate(said)], tools)
@@ -67,6 +66,10 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[S
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Return the tokens of a template's text, which has all its marks."""
     return _tokens(tokenizer, text, is_template=True)
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    return {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def are_messages(value: object) -> TypeGuard[Sequence[Message]]:

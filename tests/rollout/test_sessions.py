@@ -19,6 +19,7 @@ from specactor.data.environment import environment_of
 from specactor.data.stream import turn_seed
 from specactor.errors import DataError
 from specactor.rollout import conversations as module
+from specactor.rollout import resume
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.driver import Driver
 from specactor.rollout.endpoint import Body, Endpoint, Refusal
@@ -278,6 +279,43 @@ def test_arguments_of_tools_that_are_rendered_are_objects() -> None:
     assert [str(refusal) for refusal in told] == [
         "messages: tool_calls: got arguments '2', expected a JSON object. Correct them."
     ]
+
+
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_a_parser_sees_special_tokens_and_nobody_else_does(has_tools: bool) -> None:
+    """In some formats they mark calls."""
+    parsed: list[str] = []
+
+    def parse(text: str, tools: Sequence[Any]) -> tuple[str, list[tuple[str, str]]]:
+        parsed.append(text)
+        rest, mark, call = text.partition("<|im_start|>")
+        return rest + mark, [("multiply", call)] if call else []
+
+    said, given = (TOKENIZER.encode(part) for part in ("So: ", '{"a": 2}'))
+    for ids, finish, text, calls in (
+        ([*said, START, *given, END], "stop", "So: ", ['{"a": 2}']),
+        ([*said, START], "length", "So: ", []),
+        ([*said, END], "stop", "So: ", []),
+    ):
+        told: list[Any] = []
+        tools = agents.TOOLS if has_tools else None
+        body = Body(messages=[{"role": "user", "content": "a"}], tools=tools)
+        call: Any = SimpleNamespace(body=body, is_given_up=False, tell=told.append)
+        session = Session(request(0), TOKENIZER, max_prompt_tokens=LONGEST)
+        [turn] = session.ask(call)
+        response = resume.whole(
+            turn, token_ids=ids, logprobs=[-1.0] * len(ids), finish_reason=cast("Any", finish), version=1
+        )
+        session.hear(response, parse)
+        [part] = told
+        if has_tools:
+            assert parsed[-1] == str(TOKENIZER.decode(ids)).removesuffix("<|im_end|>")
+            assert [c["function"]["arguments"] for c in part.delta.get("tool_calls", [])] == calls
+            assert part.delta["content"] == text
+        else:
+            assert part.delta == {"content": TOKENIZER.decode(ids, skip_special_tokens=True)}
+        assert session.whole().token_ids == tuple(ids)
+    assert len(parsed) == 3 * has_tools
 
 
 def test_what_cannot_be_done_is_refused() -> None:
