@@ -141,6 +141,13 @@ class Mute(Talks):
         return ""
 
 
+class Silent(Talks):
+    """Says what a tool did that printed nothing."""
+
+    async def step(self, response: str) -> str | float:
+        return ""
+
+
 class TellsHalf(Talks):
     """Says half of a character, as tools do that decode with `surrogateescape`."""
 
