@@ -274,7 +274,7 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         now = time.monotonic()
         past = [at for at in takewhile(lambda at: at[0] <= now, self._deadlines) if self._is_due(*at)]
         names = dict.fromkeys(name for _, name in past)
-        return [EnvironmentAnswer(request_id=name, call=self._open[name].call, error=TimeoutError()) for name in names]
+        return [EnvironmentAnswer(request_id=name, call=self._open[name].call, error=_OverdueError()) for name in names]
 
     def drop(self, request_id: str) -> None:
         conversation = self._open.pop(request_id)
@@ -339,18 +339,26 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         )
 
 
+class _OverdueError(TimeoutError):
+    """A call took longer than `rollout.environment_timeout_s`."""
+
+
 def _value_of(answer: EnvironmentAnswer, method: str) -> Said | float:
     """Return what an environment said, or its reward. Raises DataError for anything else."""
     if answer.error is None:
         return checked(method, answer.value)
     waited_for = "call" if method == "run" else "answer"
-    raise DataError(f"no {waited_for} in time" if isinstance(answer.error, TimeoutError) else repr(answer.error))
+    raise DataError(f"no {waited_for} in time" if isinstance(answer.error, _OverdueError) else repr(answer.error))
 
 
 async def _bounded(coroutine: Callable[[], Awaitable[object]], timeout_s: float | None) -> object:
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s) as limit:
             return await coroutine()
+    except TimeoutError as error:
+        if limit.expired():
+            raise _OverdueError from error
+        raise  # a limit of its own
     except (SystemExit, KeyboardInterrupt) as error:  # which would pass through the loop and leave it torn
         raise RuntimeError(repr(error)) from error
 

@@ -165,6 +165,13 @@ class Long(Talks):
         return "9" * 51
 
 
+class LimitsATool(Talks):
+    """Gives it less time than the run gives the environment."""
+
+    async def step(self, response: str) -> str | float:
+        return await asyncio.wait_for(asyncio.sleep(1e6, ""), 0.01)
+
+
 class RewardsInTorch(Talks):
     async def step(self, response: str) -> str | float:
         said = await super().step(response)

@@ -286,6 +286,7 @@ def test_enough_groups_end_conversations_that_wait_for_their_environments(tokeni
         ("Long", f"start: it said 51 tokens, {ROOM}"),
         ("TellsHalf", f"step: text: 'utf-8' codec can't encode character '\\ud800' in position 1: {HALF}"),
         ("StartsWithHalf", f"start: text: 'utf-8' codec can't encode character '\\ud800' in position 0: {HALF}"),
+        ("LimitsATool", "step: TimeoutError()"),
         ("RaisesWhenMade", "start: ValueError('half of it: \\ud800')"),
         ("RaisesWhatRaises", "step: told after all: \\ud800"),
     ],
