@@ -58,7 +58,7 @@ class _Conversation:
     turn: RolloutRequest | None = None  # what an engine is to generate, or generates
     loop: asyncio.AbstractEventLoop | None = None
     call: int = 0
-    asked_s: float = 0.0
+    asked_s: float = 0.0  # since when there is a deadline
     deadline_s: float | None = None  # of the call under way
     spent_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -149,7 +149,8 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
             text = self._tokenizer.decode(list(response.token_ids), skip_special_tokens=True)
             method, argument = "step", text
         conversation.call += 1
-        call, conversation.asked_s = conversation.call, self._give_time(conversation)
+        call = conversation.call
+        self._give_time(conversation)
 
         def ended(value: object, error: BaseException | None) -> None:
             answered(EnvironmentAnswer(request_id=request_id, call=call, value=value, error=error))
@@ -173,7 +174,7 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
             conversation.answered(EnvironmentAnswer(request_id=name))
 
         conversation.key = endpoint.open(take)
-        conversation.asked_s = self._give_time(conversation)
+        self._give_time(conversation)
         arguments = conversation.problem, endpoint.base_url, conversation.key
         self._run(conversation, "run", *arguments, timeout_s=None, ended=ended)
 
@@ -231,8 +232,7 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         return self._end(conversation, reward=found) if isinstance(found, float) else found
 
     def _take_of_environment(self, conversation: _Conversation, answer: EnvironmentAnswer) -> RolloutRequest | float:
-        conversation.deadline_s = None
-        conversation.spent_s += time.monotonic() - conversation.asked_s
+        self._note_time(conversation)
         value = _value_of(answer, "step" if conversation.so_far else "start")
         return value if isinstance(value, float) else self._go_on(conversation, value)
 
@@ -241,7 +241,7 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         while not conversation.calls.empty():
             turns += session.ask(conversation.calls.get())
         if session.turns:
-            conversation.deadline_s = None
+            self._note_time(conversation)
         elif conversation.deadline_s is None:  # it gave up what was open
             self._give_time(conversation)
         end = conversation.result or (answer if answer.error is not None else None)
@@ -254,11 +254,18 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
             raise DataError("it ended without an answer of the policy")
         return reward
 
-    def _give_time(self, conversation: _Conversation) -> float:
-        now = time.monotonic()
-        conversation.deadline_s = now + self._patience_s
+    def _give_time(self, conversation: _Conversation) -> None:
+        self._note_time(conversation)
+        conversation.asked_s = time.monotonic()
+        conversation.deadline_s = conversation.asked_s + self._patience_s
         self._deadlines.append((conversation.deadline_s, conversation.request.request_id))
-        return now
+
+    @staticmethod
+    def _note_time(conversation: _Conversation) -> None:
+        """End what time was given: the policy has its turn, or the conversation is over."""
+        if conversation.deadline_s is not None:
+            conversation.spent_s += time.monotonic() - conversation.asked_s
+            conversation.deadline_s = None
 
     def _is_due(self, deadline_s: float, name: str) -> bool:
         return name in self._open and self._open[name].deadline_s == deadline_s
@@ -327,7 +334,7 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
     def _end(self, conversation: _Conversation, *, reward: float = 0.0, failure: str = "") -> Trajectory:
         self.drop(conversation.request.request_id)
         if conversation.session is not None:
-            conversation.spent_s = time.monotonic() - conversation.asked_s
+            self._note_time(conversation)
             conversation.so_far = conversation.session.whole()
         whole = conversation.so_far or resume.nothing_of(replace(conversation.request, prompt_ids=()))
         return replace(

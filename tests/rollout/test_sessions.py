@@ -373,6 +373,22 @@ def test_agents_that_fail_are_told_of_and_the_others_go_on() -> None:
         assert not thread.is_alive()
 
 
+class Lasting(Scripted):
+    """Takes a second for a turn."""
+
+    def generate(self, requests: Sequence[RolloutRequest], **options: Any) -> None:
+        time.sleep(1)
+        super().generate(requests, **options)
+
+
+def test_an_agents_time_is_what_it_takes_between_turns() -> None:
+    start = time.monotonic()
+    [t] = rollout([problem(0, "Thinks")], engines=[Lasting(stops_at=stops_at)])
+    took_s = time.monotonic() - start
+    assert t.num_turns == 2
+    assert 0.4 <= t.environment_s <= took_s - 2
+
+
 def test_the_endpoint_is_on_the_loopback_and_gone_afterwards() -> None:
     requests, problems = [request(0)], [problem(0, "Talks")]
     with Conversations(requests, problems, TOKENIZER, timeout_s=5, max_prompt_tokens=LONGEST) as open_:
