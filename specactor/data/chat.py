@@ -5,6 +5,7 @@ Invariants: between responses stand the template's own tokens; an environment's 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
@@ -25,10 +26,13 @@ def prompt_text(
     """Render up to where the response begins. Raises DataError for what the template refuses."""
     if tokenizer.chat_template is None:
         raise DataError("messages: the model's tokenizer has no chat template. Give texts, or a model that has one.")
+    wanted: dict[str, Any] = {"tools": tools, "tokenize": False, "add_generation_prompt": True}
+    read = [_with_objects(message) for message in messages]
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(m) for m in messages], tools=tools, tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text = tokenizer.apply_chat_template(read, **wanted)
+        except TypeError:  # DeepSeek's templates join arguments, as JSON, with texts
+            text = tokenizer.apply_chat_template([dict(m) for m in messages], **wanted)
     except Exception as error:  # a template raises what it likes
         raise DataError(
             f"messages: the model's chat template refuses them: {type(error).__name__}: {error}. Correct the messages."
@@ -41,18 +45,31 @@ def prompt_ids(
 ) -> tuple[int, ...]:
     """Return the tokens of what a policy sees first."""
     if isinstance(said, str):
-        return _encoded(tokenizer, said)
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    special.append(_MARK.partition("{")[0])
+        _check_unicode(said)
+        return tuple(text_ids(tokenizer, [said])[0])
+    special = [*special_tokens(tokenizer).values(), _MARK.partition("{")[0]]
     # Others stay where they are: a template may look at them, and the tokens are then those of the whole text.
     forging = [i for i, message in enumerate(said) if any(text in str(message.get("content")) for text in special)]
     text = prompt_text(tokenizer, [_marked(m, i) if i in forging else m for i, m in enumerate(said)], tools)
     return tuple(_with_contents(tokenizer, text, said))
 
 
+def text_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Sequence[int]]:
+    """Return the tokens of texts with what the tokenizer adds; a text that begins with that, as one of a template may,
+    gets no second."""
+    added = tokenizer("")["input_ids"]  # before a text, and behind it
+    sizes = range(1, len(added) + 1)
+    found = tokenizer(list(texts))["input_ids"]
+    return [ids[next((n for n in sizes if ids[:n] == ids[n : 2 * n] == added[:n]), 0) :] for ids in found]
+
+
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Return the tokens of a template's text, which has all its marks."""
     return _tokens(tokenizer, text, is_template=True)
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    return {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def are_messages(value: object) -> TypeGuard[Sequence[Message]]:
@@ -80,6 +97,28 @@ def observation_ids(
     return tuple(ids[1:] if ids and ids[0] == last_token else ids)
 
 
+def _with_objects(message: Message) -> dict[str, Any]:
+    """Return a message with the arguments of called tools as objects, for which templates are written; OpenAI's
+    clients send them as JSON."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [*map(_with_object, calls)]} if isinstance(calls, list) else dict(message)
+
+
+def _with_object(call: object) -> object:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        return call
+    if not isinstance(told := function.get("arguments"), str):
+        return call
+    try:
+        found = json.loads(told)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise DataError(f"messages: tool_calls: got arguments {told!r:.80}, expected a JSON object. Correct them.")
+    return {**call, "function": {**function, "arguments": found}}
+
+
 def _marked(message: Message, number: int) -> Message:
     return {**message, "content": _MARK.format(number)}
 
@@ -94,12 +133,12 @@ def _with_contents(tokenizer: PreTrainedTokenizerBase, text: str, said: Sequence
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, is_template: bool) -> tuple[int, ...]:
-    return _encoded(tokenizer, text, add_special_tokens=False, split_special_tokens=not is_template)
+    _check_unicode(text)
+    return tuple(tokenizer(text, add_special_tokens=False, split_special_tokens=not is_template)["input_ids"])
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> tuple[int, ...]:
+def _check_unicode(text: str) -> None:
     try:
         text.encode()  # tokenizers say no more than that the type is wrong
     except UnicodeEncodeError as error:
         raise DataError(f"text: {error}. Leave such halves of characters out.") from error
-    return tuple(tokenizer(text, **options)["input_ids"])

@@ -372,7 +372,7 @@ def _tokenize(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[S
     plain = ["" if rendered else prompt for rendered, prompt in zip(is_rendered, prompts, strict=True)]
     return [
         chat.rendered_ids(tokenizer, prompt) if rendered else ids
-        for rendered, prompt, ids in zip(is_rendered, prompts, tokenizer(plain)["input_ids"], strict=True)
+        for rendered, prompt, ids in zip(is_rendered, prompts, chat.text_ids(tokenizer, plain), strict=True)
     ]
 
 

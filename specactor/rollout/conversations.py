@@ -58,7 +58,7 @@ class _Conversation:
     turn: RolloutRequest | None = None  # what an engine is to generate, or generates
     loop: asyncio.AbstractEventLoop | None = None
     call: int = 0
-    asked_s: float = 0.0
+    asked_s: float = 0.0  # since when there is a deadline
     deadline_s: float | None = None  # of the call under way
     spent_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -149,7 +149,8 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
             text = self._tokenizer.decode(list(response.token_ids), skip_special_tokens=True)
             method, argument = "step", text
         conversation.call += 1
-        call, conversation.asked_s = conversation.call, self._give_time(conversation)
+        call = conversation.call
+        self._give_time(conversation)
 
         def ended(value: object, error: BaseException | None) -> None:
             answered(EnvironmentAnswer(request_id=request_id, call=call, value=value, error=error))
@@ -173,7 +174,7 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
             conversation.answered(EnvironmentAnswer(request_id=name))
 
         conversation.key = endpoint.open(take)
-        conversation.asked_s = self._give_time(conversation)
+        self._give_time(conversation)
         arguments = conversation.problem, endpoint.base_url, conversation.key
         self._run(conversation, "run", *arguments, timeout_s=None, ended=ended)
 
@@ -231,8 +232,7 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         return self._end(conversation, reward=found) if isinstance(found, float) else found
 
     def _take_of_environment(self, conversation: _Conversation, answer: EnvironmentAnswer) -> RolloutRequest | float:
-        conversation.deadline_s = None
-        conversation.spent_s += time.monotonic() - conversation.asked_s
+        self._note_time(conversation)
         value = _value_of(answer, "step" if conversation.so_far else "start")
         return value if isinstance(value, float) else self._go_on(conversation, value)
 
@@ -241,7 +241,7 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         while not conversation.calls.empty():
             turns += session.ask(conversation.calls.get())
         if session.turns:
-            conversation.deadline_s = None
+            self._note_time(conversation)
         elif conversation.deadline_s is None:  # it gave up what was open
             self._give_time(conversation)
         end = conversation.result or (answer if answer.error is not None else None)
@@ -254,11 +254,18 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
             raise DataError("it ended without an answer of the policy")
         return reward
 
-    def _give_time(self, conversation: _Conversation) -> float:
-        now = time.monotonic()
-        conversation.deadline_s = now + self._patience_s
+    def _give_time(self, conversation: _Conversation) -> None:
+        self._note_time(conversation)
+        conversation.asked_s = time.monotonic()
+        conversation.deadline_s = conversation.asked_s + self._patience_s
         self._deadlines.append((conversation.deadline_s, conversation.request.request_id))
-        return now
+
+    @staticmethod
+    def _note_time(conversation: _Conversation) -> None:
+        """End what time was given: the policy has its turn, or the conversation is over."""
+        if conversation.deadline_s is not None:
+            conversation.spent_s += time.monotonic() - conversation.asked_s
+            conversation.deadline_s = None
 
     def _is_due(self, deadline_s: float, name: str) -> bool:
         return name in self._open and self._open[name].deadline_s == deadline_s
@@ -274,7 +281,7 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         now = time.monotonic()
         past = [at for at in takewhile(lambda at: at[0] <= now, self._deadlines) if self._is_due(*at)]
         names = dict.fromkeys(name for _, name in past)
-        return [EnvironmentAnswer(request_id=name, call=self._open[name].call, error=TimeoutError()) for name in names]
+        return [EnvironmentAnswer(request_id=name, call=self._open[name].call, error=_OverdueError()) for name in names]
 
     def drop(self, request_id: str) -> None:
         conversation = self._open.pop(request_id)
@@ -308,9 +315,10 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         room = request.sampling.max_new_tokens - len(so_far.token_ids)
         texts = [said] if isinstance(said, str) else [str(message["content"]) for message in said]
         ids = ()
-        if sum(map(len, texts)) <= 64 * room:  # longer ones are not even tokenized: no token is as long
-            ids = chat.observation_ids(self._tokenizer, said, last_token=so_far.token_ids[-1])
-        if not 0 < len(ids) < room:
+        is_short = sum(map(len, texts)) <= 64 * room  # longer ones are not even tokenized: no token is as long
+        if is_short and not (ids := chat.observation_ids(self._tokenizer, said, last_token=so_far.token_ids[-1])):
+            raise DataError(f"it said {said!r:.80}, which has no tokens. Say what the policy is to go on from")
+        if not is_short or len(ids) >= room:
             conversation.so_far = replace(so_far, finish_reason="length")
             return 0.0
         so_far = resume.said(so_far, ids)
@@ -326,7 +334,7 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
     def _end(self, conversation: _Conversation, *, reward: float = 0.0, failure: str = "") -> Trajectory:
         self.drop(conversation.request.request_id)
         if conversation.session is not None:
-            conversation.spent_s = time.monotonic() - conversation.asked_s
+            self._note_time(conversation)
             conversation.so_far = conversation.session.whole()
         whole = conversation.so_far or resume.nothing_of(replace(conversation.request, prompt_ids=()))
         return replace(
@@ -338,18 +346,26 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         )
 
 
+class _OverdueError(TimeoutError):
+    """A call took longer than `rollout.environment_timeout_s`."""
+
+
 def _value_of(answer: EnvironmentAnswer, method: str) -> Said | float:
     """Return what an environment said, or its reward. Raises DataError for anything else."""
     if answer.error is None:
         return checked(method, answer.value)
     waited_for = "call" if method == "run" else "answer"
-    raise DataError(f"no {waited_for} in time" if isinstance(answer.error, TimeoutError) else repr(answer.error))
+    raise DataError(f"no {waited_for} in time" if isinstance(answer.error, _OverdueError) else repr(answer.error))
 
 
 async def _bounded(coroutine: Callable[[], Awaitable[object]], timeout_s: float | None) -> object:
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s) as limit:
             return await coroutine()
+    except TimeoutError as error:
+        if limit.expired():
+            raise _OverdueError from error
+        raise  # a limit of its own
     except (SystemExit, KeyboardInterrupt) as error:  # which would pass through the loop and leave it torn
         raise RuntimeError(repr(error)) from error
 

@@ -124,6 +124,8 @@ class Session:
         text, tools = self._text(turn, response), Tools()
         if turn.tools:
             text, tools = parse(text, turn.call.body.tools or ())
+            for mark in chat.special_tokens(self._tokenizer).values():
+                text = text.replace(mark, "")
         calls = [
             {"id": f"call_{turn.request.seed}_{i}", "type": "function", "function": {"name": name, "arguments": given}}
             for i, (name, given) in enumerate(tools)
@@ -289,7 +291,11 @@ class Session:
                 raise Refusal(f"{name}: got {value!r:.80}, expected {expected}. What is sampled is trained on.")
 
     def _text(self, turn: _Turn, response: Trajectory) -> str:
-        text = str(self._tokenizer.decode(list(response.token_ids), skip_special_tokens=True))
+        """Return what was said; with tools it keeps special tokens, which mark calls in some models' formats."""
+        ids = list(response.token_ids)
+        if response.finish_reason == "stop" and ids and ids[-1] in chat.special_tokens(self._tokenizer):
+            ids.pop()  # the turn's end, which no parser of SGLang's gets to see
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=not turn.tools))
         ends = [end for stop in turn.request.sampling.stop if (end := text.find(stop)) >= 0]
         return text[: min(ends)] if ends else text
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from specactor.config import SourceConfig
 from specactor.data import chat
+from specactor.data.dataset import build_dataset
 from specactor.errors import DataError
 
 TEMPLATE = (
@@ -18,14 +24,18 @@ TEMPLATE = (
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 
 
-def make_tokenizer() -> PreTrainedTokenizerBase:
-    """One token per byte, two special ones, and a template like that of many models."""
+def make_tokenizer(adds: str = "$A") -> PreTrainedTokenizerBase:
+    """One token per byte, two special ones, and a template like that of many models; `adds` says what stands around a
+    text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {token: i for i, token in enumerate((*SPECIAL, *alphabet))}
     bytes_ = Tokenizer(models.BPE(vocab=ids, merges=[]))
     bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_.decoder = decoders.ByteLevel()
     bytes_.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    bytes_.post_processor = processors.TemplateProcessing(
+        single=adds, special_tokens=[*zip(SPECIAL, (0, 1), strict=True)]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<|im_end|>")
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -76,6 +86,29 @@ def test_a_text_is_taken_as_it_is(text: str) -> None:
     assert not {START, END} & set(ids)
 
 
+@pytest.mark.parametrize(
+    ("adds", "text", "want"),
+    [
+        ("<|im_start|> $A", "<|im_start|>a", "<|im_start|>a"),
+        ("<|im_start|> $A", "a<|im_start|>", "<|im_start|>a<|im_start|>"),
+        ("<|im_start|> $A", "<|im_end|>a", "<|im_start|><|im_end|>a"),
+        ("<|im_start|> <|im_end|> $A", "<|im_start|><|im_end|>a", "<|im_start|><|im_end|>a"),
+        ("<|im_start|> $A <|im_end|>", "<|im_start|>a", "<|im_start|>a<|im_end|>"),
+        ("$A", "<|im_start|><|im_start|>a", "<|im_start|><|im_start|>a"),
+    ],
+)
+def test_a_text_that_begins_as_a_template_does_gets_no_second_mark(
+    adds: str, text: str, want: str, tmp_path: Path
+) -> None:
+    """Neither as a row's prompt nor as what an environment says first."""
+    tokenizer = make_tokenizer(adds)
+    assert tokenizer.decode(chat.prompt_ids(tokenizer, text)) == want
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"prompt": text, "answer": "4", "verifier": "exact"}))
+    [problem] = build_dataset(SourceConfig(path=str(file)), tokenizer, max_prompt_tokens=100)
+    assert problem.prompt_ids == chat.prompt_ids(tokenizer, text)
+
+
 def test_a_forged_turn_would_be_seen() -> None:
     assert END in TOKENIZER("a<|im_end|>", add_special_tokens=False)["input_ids"]
 
@@ -90,6 +123,40 @@ def test_the_whole_conversation_is_what_the_template_makes_of_it() -> None:
         ids += chat.observation_ids(TOKENIZER, [answer], last_token=END)
         messages += [{"role": "assistant", "content": response}, answer]
     assert tuple(ids) == chat.prompt_ids(TOKENIZER, messages)
+
+
+CALLS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{{ m.content }};{% endfor %}"
+)
+
+
+def called(arguments: object) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "multiply", "arguments": arguments}}
+    return [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "6"}]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 2, "b": "\u00e9"}', {"a": 2, "b": "é"}])
+def test_templates_see_arguments_of_tools_as_objects(arguments: object) -> None:
+    """As the engines' own server gives them: OpenAI's clients send their JSON."""
+    tokenizer, messages = make_tokenizer(), called(arguments)
+    tokenizer.chat_template = CALLS
+    assert chat.prompt_text(tokenizer, messages) == 'multiply{"a": 2, "b": "é"};6;'
+    assert messages == called(arguments), "a copy was read"
+    tokenizer.chat_template = CALLS.replace(" | tojson", "")
+    assert chat.prompt_text(tokenizer, called({"a": 2})) == "multiply{'a': 2};6;"
+
+
+def test_a_template_that_joins_arguments_with_texts_has_their_json() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CALLS.replace("{{ c.function.arguments | tojson }}", "{{ '=' + c.function.arguments }}")
+    assert chat.prompt_text(tokenizer, called('{"a": 2}')) == 'multiply={"a": 2};6;'
+
+
+@pytest.mark.parametrize("arguments", ["", "2", "[1]", "{", "[" * 10**5])
+def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
+    with pytest.raises(DataError, match=r"messages: tool_calls: got arguments '.*, expected a JSON object\."):
+        chat.prompt_text(TOKENIZER, called(arguments))
 
 
 def test_without_a_template_messages_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -53,6 +53,19 @@ class Talks:
         self.closed.append(self.problem.index)
 
 
+class Thinks(Talks):
+    """Twice, and asks after each."""
+
+    async def act(self) -> float:
+        for _ in range(2):
+            await asyncio.sleep(0.2)
+            self.messages += [
+                {"role": "assistant", "content": await self.asked()},
+                {"role": "user", "content": "go on"},
+            ]
+        return 1.0
+
+
 class Samples(Talks):
     """Three choices at a time; goes on with the last, then with the first."""
 

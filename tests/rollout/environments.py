@@ -141,6 +141,13 @@ class Mute(Talks):
         return ""
 
 
+class Silent(Talks):
+    """Says what a tool did that printed nothing."""
+
+    async def step(self, response: str) -> str | float:
+        return ""
+
+
 class TellsHalf(Talks):
     """Says half of a character, as tools do that decode with `surrogateescape`."""
 
@@ -156,6 +163,13 @@ class StartsWithHalf(Talks):
 class Long(Talks):
     async def start(self, problem: Problem) -> str:
         return "9" * 51
+
+
+class LimitsATool(Talks):
+    """Gives it less time than the run gives the environment."""
+
+    async def step(self, response: str) -> str | float:
+        return await asyncio.wait_for(asyncio.sleep(1e6, ""), 0.01)
 
 
 class RewardsInTorch(Talks):

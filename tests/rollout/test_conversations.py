@@ -281,10 +281,12 @@ def test_enough_groups_end_conversations_that_wait_for_their_environments(tokeni
     [
         ("Nan", f"step: it returned nan of type float, {EXPECTED}"),
         ("Nothing", f"step: it returned None of type NoneType, {EXPECTED}"),
+        ("Silent", "step: it said '', which has no tokens. Say what the policy is to go on from"),
         ("Mute", f"start: it said 0 tokens, {ROOM}"),
         ("Long", f"start: it said 51 tokens, {ROOM}"),
         ("TellsHalf", f"step: text: 'utf-8' codec can't encode character '\\ud800' in position 1: {HALF}"),
         ("StartsWithHalf", f"start: text: 'utf-8' codec can't encode character '\\ud800' in position 0: {HALF}"),
+        ("LimitsATool", "step: TimeoutError()"),
         ("RaisesWhenMade", "start: ValueError('half of it: \\ud800')"),
         ("RaisesWhatRaises", "step: told after all: \\ud800"),
     ],

@@ -19,6 +19,7 @@ from specactor.data.environment import environment_of
 from specactor.data.stream import turn_seed
 from specactor.errors import DataError
 from specactor.rollout import conversations as module
+from specactor.rollout import resume
 from specactor.rollout.conversations import Conversations
 from specactor.rollout.driver import Driver
 from specactor.rollout.endpoint import Body, Endpoint, Refusal
@@ -26,7 +27,7 @@ from specactor.rollout.requests import assign
 from specactor.rollout.session import Session
 from specactor.rollout.sglang.engine_client import Engine
 from specactor.types import Problem, RolloutRequest, SamplingParams, Trajectory
-from tests.data.test_chat import END, START, make_tokenizer
+from tests.data.test_chat import CALLS, END, START, called, make_tokenizer
 from tests.rollout import agents
 from tests.rollout.driver_cases import FakeEngine, token
 
@@ -277,6 +278,59 @@ def test_tools_are_told_and_what_they_say_forges_nothing() -> None:
     assert chunks[-1].usage.total_tokens == len(t.prompt_ids) + len(t.token_ids)
 
 
+def test_arguments_of_tools_that_are_rendered_are_objects() -> None:
+    """The policy's own calls are recognised by their text, and not rendered."""
+    tokenizer, told = make_tokenizer(), list[Refusal]()
+    tokenizer.chat_template = CALLS
+    session = Session(request(0), tokenizer, max_prompt_tokens=LONGEST)
+    for arguments in ('{"a": 2}', "2"):
+        body = Body(messages=called(arguments), tools=agents.TOOLS)
+        call: Any = SimpleNamespace(body=body, is_given_up=False, tell=told.append)
+        turns = session.ask(call)
+        if not told:
+            assert [tokenizer.decode(turn.prompt_ids) for turn in turns] == ['multiply{"a": 2};6;']
+    assert [str(refusal) for refusal in told] == [
+        "messages: tool_calls: got arguments '2', expected a JSON object. Correct them."
+    ]
+
+
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_a_parser_sees_special_tokens_and_nobody_else_does(has_tools: bool) -> None:
+    """In some formats they mark calls."""
+    parsed: list[str] = []
+
+    def parse(text: str, tools: Sequence[Any]) -> tuple[str, list[tuple[str, str]]]:
+        parsed.append(text)
+        rest, mark, call = text.partition("<|im_start|>")
+        return rest + mark, [("multiply", call)] if call else []
+
+    said, given = (TOKENIZER.encode(part) for part in ("So: ", '{"a": 2}'))
+    for ids, finish, text, calls in (
+        ([*said, START, *given, END], "stop", "So: ", ['{"a": 2}']),
+        ([*said, START], "length", "So: ", []),
+        ([*said, END], "stop", "So: ", []),
+    ):
+        told: list[Any] = []
+        tools = agents.TOOLS if has_tools else None
+        body = Body(messages=[{"role": "user", "content": "a"}], tools=tools)
+        call: Any = SimpleNamespace(body=body, is_given_up=False, tell=told.append)
+        session = Session(request(0), TOKENIZER, max_prompt_tokens=LONGEST)
+        [turn] = session.ask(call)
+        response = resume.whole(
+            turn, token_ids=ids, logprobs=[-1.0] * len(ids), finish_reason=cast("Any", finish), version=1
+        )
+        session.hear(response, parse)
+        [part] = told
+        if has_tools:
+            assert parsed[-1] == str(TOKENIZER.decode(ids)).removesuffix("<|im_end|>")
+            assert [c["function"]["arguments"] for c in part.delta.get("tool_calls", [])] == calls
+            assert part.delta["content"] == text
+        else:
+            assert part.delta == {"content": TOKENIZER.decode(ids, skip_special_tokens=True)}
+        assert session.whole().token_ids == tuple(ids)
+    assert len(parsed) == 3 * has_tools
+
+
 def test_what_cannot_be_done_is_refused() -> None:
     [t] = rollout([problem(0, "Refused")])
     *refusals, last = seen()
@@ -330,6 +384,22 @@ def test_agents_that_fail_are_told_of_and_the_others_go_on() -> None:
     for thread in [t for t in threading.enumerate() if t.name == "environment"]:
         thread.join(60)
         assert not thread.is_alive()
+
+
+class Lasting(Scripted):
+    """Takes a second for a turn."""
+
+    def generate(self, requests: Sequence[RolloutRequest], **options: Any) -> None:
+        time.sleep(1)
+        super().generate(requests, **options)
+
+
+def test_an_agents_time_is_what_it_takes_between_turns() -> None:
+    start = time.monotonic()
+    [t] = rollout([problem(0, "Thinks")], engines=[Lasting(stops_at=stops_at)])
+    took_s = time.monotonic() - start
+    assert t.num_turns == 2
+    assert 0.4 <= t.environment_s <= took_s - 2
 
 
 def test_the_endpoint_is_on_the_loopback_and_gone_afterwards() -> None:
