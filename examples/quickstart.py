@@ -47,7 +47,7 @@ def plain() -> Config:
             engine=EngineConfig(max_running_requests=128, max_total_tokens=16_384),
         ),
         algorithm=AlgorithmConfig(advantage="grpo", loss="ppo_clip", aggregation="token_mean"),
-        # At a constant rate some runs end worse than they were: once nearly all is right, single mistakes push far.
+        # At a constant rate one of three runs lost in its last steps what it had learned (docs/results/quickstart.md).
         train=TrainConfig(steps=40, learning_rate=3e-4, schedule="linear", tokens_per_microbatch=4096),
         eval=EvalConfig(problems=256),
     )

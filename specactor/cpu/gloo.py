@@ -15,7 +15,7 @@ _devices: dict[tuple[int, str], list[Any]] = {}  # by process, since a fork has 
 
 def share_device() -> None:
     """Let groups that are made from now on share their process's device."""
-    group = dist.ProcessGroupGloo
+    group: Any = dist.ProcessGroupGloo
     make = group.__init__
     if getattr(make, "shares_device", False):
         return
