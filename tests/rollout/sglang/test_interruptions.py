@@ -141,18 +141,20 @@ def test_stop_strings(speculating: Engine, engine: Engine, folder: Path) -> None
     expected = [t.token_ids[:n] for t, n in zip(plain, lengths, strict=True)]
     assert 10 < sum(n < 50 for n in lengths) < 30
     assert [t.token_ids for t in run(speculating, OFF, endless)] == [t.token_ids for t in plain]
-    assert [t.token_ids for t in run(speculating, OFF, requests)] == expected
+    ended = run(speculating, OFF, requests)
+    assert [t.token_ids for t in ended] == expected
+    for own, t in zip(ended, plain, strict=True):  # the last token, too, can end a stop string
+        is_shorter = len(own.token_ids) < len(t.token_ids)
+        assert own.finish_reason == "stop" if is_shorter else own.finish_reason in ("stop", t.finish_reason)
     for name in ("Right", "Half"):
         ours = run(speculating, drafter(name), requests)
         assert [t.token_ids for t in ours] == expected
         assert [len(t.logprobs) for t in ours] == lengths
-        assert [t.finish_reason == "stop" for t in ours] == [
-            n < len(t.token_ids) or t.finish_reason == "stop" for n, t in zip(lengths, plain, strict=True)
-        ]
+        assert [t.finish_reason for t in ours] == [t.finish_reason for t in ended]
     run(speculating, OFF, endless)  # the drafters know again what would come after the ends
     probe(speculating, "break_with", "stops_by_the_round")
-    assert [t.token_ids for t in run(speculating, OFF, requests)] == expected
-    assert [t.token_ids for t in run(speculating, drafter("Right"), requests)] != expected
+    # It overlooks spellings in more tokens than usual, but not where it looks at a round's tokens together.
+    assert [t.token_ids for t in run(speculating, OFF, requests)] != expected
 
 
 def test_the_text_of_a_special_token_ends_a_response_like_its_id(speculating: Engine, engine: Engine) -> None:
