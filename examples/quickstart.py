@@ -47,7 +47,7 @@ def plain() -> Config:
             engine=EngineConfig(max_running_requests=128, max_total_tokens=16_384),
         ),
         algorithm=AlgorithmConfig(advantage="grpo", loss="ppo_clip", aggregation="token_mean"),
-        # At a constant rate two of three runs lost in their last steps what they had learned: docs/results/quickstart.md.
+        # At a constant rate two of three runs fell back in their last steps: docs/results/quickstart.md.
         train=TrainConfig(steps=40, learning_rate=3e-4, schedule="linear", tokens_per_microbatch=4096),
         eval=EvalConfig(problems=256),
     )

@@ -89,7 +89,8 @@ class AlgorithmConfig:
     dynamic_sampling: str = "off"
     """off; unequal: leave out groups whose rewards are all equal, and draw further prompts in their place, at once
     (DAPO); or module:function (group) -> bool of yours, which says what groups are learned from. A step draws four
-    times rollout.prompts_per_step groups at most, and learns from those kept, if they are fewer."""
+    times rollout.prompts_per_step groups at most (rollout.oversample times, if that is more), and learns from those
+    kept, if they are fewer."""
     overlong_buffer: int = 0
     """DAPO: the reward falls linearly over the last this many tokens before max_new_tokens, by 1; 0: off."""
 

@@ -316,7 +316,9 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         texts = [said] if isinstance(said, str) else [str(message["content"]) for message in said]
         ids = ()
         is_short = sum(map(len, texts)) <= 64 * room  # longer ones are not even tokenized: no token is as long
-        if is_short and not (ids := chat.observation_ids(self._tokenizer, said, last_token=so_far.token_ids[-1])):
+        if is_short:
+            ids = chat.observation_ids(self._tokenizer, said, last_token=so_far.token_ids[-1])
+        if room > 0 and is_short and not ids:
             raise DataError(f"it said {said!r:.80}, which has no tokens. Say what the policy is to go on from")
         if not is_short or len(ids) >= room:
             conversation.so_far = replace(so_far, finish_reason="length")

@@ -124,8 +124,9 @@ class Session:
         text, tools = self._text(turn, response), Tools()
         if turn.tools:
             text, tools = parse(text, turn.call.body.tools or ())
-            for mark in chat.special_tokens(self._tokenizer).values():
-                text = text.replace(mark, "")
+            for number, mark in chat.special_tokens(self._tokenizer).items():
+                if number in response.token_ids:  # a text that only looks like one stays
+                    text = text.replace(mark, "")
         calls = [
             {"id": f"call_{turn.request.seed}_{i}", "type": "function", "function": {"name": name, "arguments": given}}
             for i, (name, given) in enumerate(tools)

@@ -106,10 +106,14 @@ class Cuda:
         finally:
             self._do("cudaSetDevice", SEEN, before.value)
 
+    def forget_error(self) -> None:
+        """Clear an error that a caller has handled: PyTorch would find it after its next kernel."""
+        self._runtime.cudaGetLastError()
+
     def _do(self, name: str, way_out: str, *arguments: Any, otherwise: str = "") -> None:
         """Call the runtime. `way_out`: of arguments that it takes for invalid; `otherwise`: of other errors."""
         if code := getattr(self._runtime, name)(*arguments):
-            self._runtime.cudaGetLastError()  # or PyTorch would find this error after its next kernel
+            self.forget_error()
             # cudaErrorInvalidValue, 1: so CUDA refuses a handle of what cudaMalloc did not make
             way_out = way_out if code == 1 else otherwise or way_out
             raise WeightSyncError(f"{name}: {self._runtime.cudaGetErrorString(code).decode()} ({code}). {way_out}")

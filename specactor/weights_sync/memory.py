@@ -12,6 +12,7 @@ import os
 import weakref
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 
 import msgspec
@@ -23,7 +24,7 @@ from torch import Tensor
 from specactor.errors import WeightSyncError
 from specactor.parallel.devices import free_memory_bytes
 from specactor.weights_sync.buckets import Slot, aligned
-from specactor.weights_sync.cuda_ipc import GpuMemory, OpenedMemory, exported, places, uuid_of
+from specactor.weights_sync.cuda_ipc import GpuMemory, OpenedMemory, cuda, exported, places, uuid_of
 from specactor.weights_sync.digest import copy_with_digest, device_total, read_totals
 from specactor.weights_sync.plan import Chunk, Span
 
@@ -121,6 +122,8 @@ def register(data: torch.Tensor) -> None:
     if torch.cuda.is_available():
         failed = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)  # type: ignore[no-untyped-call]
         if int(failed):
+            with suppress(OSError):
+                cuda().forget_error()  # who reads at half the speed then goes on
             raise WeightSyncError(
                 f"CUDA could not lock {data.numel()} bytes of shared memory (error {int(failed)}). Raise the limit of "
                 "locked memory (ulimit -l), or lower weights_sync.bucket_bytes."

@@ -154,9 +154,11 @@ def test_a_template_that_joins_arguments_with_texts_has_their_json() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["", "2", "[1]", "{", "[" * 10**5])
-def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
-    with pytest.raises(DataError, match=r"messages: tool_calls: got arguments '.*, expected a JSON object\."):
-        chat.prompt_text(TOKENIZER, called(arguments))
+def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
+    """As a policy may have written them, whose session goes on."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CALLS
+    assert chat.prompt_text(tokenizer, called(arguments)) == f"multiply{json.dumps(arguments)};6;"
 
 
 def test_without_a_template_messages_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from specactor.errors import WeightSyncError
 from specactor.weights_sync import memory
+from specactor.weights_sync.cuda_ipc import Cuda
 from specactor.weights_sync.memory import LOCKED_BYTES, Address, SharedBuffer, lock, open_address
 
 READER = """
@@ -103,3 +106,14 @@ def test_a_buffer_locks_what_it_is_asked_for_and_no_more(monkeypatch: pytest.Mon
     buffer.lock([(0, 1)])
     buffer.close()
     assert gpu.parts == {}
+
+
+def test_an_error_of_locking_is_cleared_for_who_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [2]  # what CUDA would tell after the next kernel
+    runtime = SimpleNamespace(cudaGetLastError=left.clear)
+    monkeypatch.setattr(memory, "cuda", lambda: Cuda(cast("Any", runtime), cast("Any", None)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: left[0]))
+    with pytest.raises(WeightSyncError, match=r"could not lock 64 bytes of shared memory \(error 2\)"):
+        memory.register(torch.zeros(64, dtype=torch.uint8))
+    assert not left
