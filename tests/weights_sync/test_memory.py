@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -110,8 +110,10 @@ def test_a_buffer_locks_what_it_is_asked_for_and_no_more(monkeypatch: pytest.Mon
 
 def test_an_error_of_locking_is_cleared_for_who_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
     left = [2]  # what CUDA would tell after the next kernel
-    runtime = SimpleNamespace(cudaGetLastError=left.clear)
-    monkeypatch.setattr(memory, "cuda", lambda: Cuda(cast("Any", runtime), cast("Any", None)))
+    typed = {name: SimpleNamespace() for name in ("cudaGetErrorString", "cudaIpcOpenMemHandle")}
+    runtime: Any = SimpleNamespace(cudaGetLastError=left.clear, **typed)
+    driver: Any = None
+    monkeypatch.setattr(memory, "cuda", lambda: Cuda(runtime, driver))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: left[0]))
     with pytest.raises(WeightSyncError, match=r"could not lock 64 bytes of shared memory \(error 2\)"):
