@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -13,12 +14,11 @@ import torch.distributed as dist
 _devices: dict[tuple[int, str], list[Any]] = {}  # by process, since a fork has no threads of its parent; and interfaces
 
 
+@cache  # a second time would wrap it again
 def share_device() -> None:
     """Let groups that are made from now on share their process's device."""
     group: Any = dist.ProcessGroupGloo
     make = group.__init__
-    if getattr(make, "shares_device", False):
-        return
 
     def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta = dist.default_pg_timeout) -> None:
         options = group._Options()
@@ -26,7 +26,6 @@ def share_device() -> None:
         options._threads = 2 * len(options._devices)  # torch's own number
         make(self, store, rank, size, options)
 
-    init.shares_device = True  # type: ignore[attr-defined]
     group.__init__ = init
 
 

@@ -43,15 +43,10 @@ def text_of(decoder: Any, merges: Sequence[tuple[str, str]] = ()) -> responses.T
 
 def every_token(original: Callable[..., None], req: Any, new_tokens: int = 1) -> None:
     """What decides: SGLang is asked after each token, about as many of the last ones as can have a stop string."""
-    emitted, before = req.output_ids, responses.begun_of(req)
+    before = responses.begun_of(req)
     req.sampling_params.stop_str_max_len = max(len(stop.encode()) for stop in req.sampling_params.stop_strs)
     req.sampling_params.max_new_tokens += len(before)
-    for length in range(len(emitted) - new_tokens + 1, len(emitted) + 1):
-        req.output_ids = before + emitted[:length]
-        original(req, 1)
-        if req.finished():
-            break
-    req.output_ids = emitted
+    usual_length(original, req, new_tokens)
     req.sampling_params.max_new_tokens -= len(before)
     if req.finished_len is not None:
         req.finished_len -= len(before)
