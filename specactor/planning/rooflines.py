@@ -44,6 +44,12 @@ class Roofline:
     def capacity_bytes(self) -> float:
         return self.devices * self.device.memory_bytes * self.device.memory_share
 
+    @property
+    def request_bytes(self) -> float:
+        """Return the bytes of a request's keys and values, on all devices together."""
+        copies = max(1.0, self.devices / self.shape.kv_heads)  # each device has a head of them, or a copy of one
+        return self.context * self.shape.kv_bytes_per_token * copies
+
     def forward_s(self, requests: int, tokens: int = 1, *, buckets: Sequence[int] = PLAIN_BUCKETS) -> float:
         """Return seconds of a forward with `tokens` rows per request, rounded up to `buckets`: per part the longer of
         moving bytes and computing; plus two all-reduces per layer, the kernels' least time and the launch."""
@@ -51,7 +57,7 @@ class Roofline:
         wanted = requests * tokens
         rows = max(wanted, buckets[min(bisect_left(buckets, wanted), len(buckets) - 1)])
         readers = requests if self.keys_once else wanted
-        attended = readers * self.context * shape.kv_bytes_per_token / shape.layers
+        attended = readers * self.request_bytes / shape.layers
         layer = self._matmul(shape.attention_params + shape.mlp_params, rows)
         layer += self._experts(rows)
         layer += self._longer(
@@ -167,7 +173,7 @@ def from_figures(
         option = VerifierOption(
             devices=g,
             costs=cost_table(roofline, beside, **most, host_s=host_s),
-            footprint=_footprint(target, context),
+            footprint=_footprint(roofline),
             capacity_bytes=roofline.capacity_bytes,
         )
         if option.requests() != 0:
@@ -182,7 +188,7 @@ def from_figures(
     for d in drafters:
         rooflines = [Roofline(d, device, devices=g, context=context) for g in drafter_sizes]
         engines = tuple(_drafter_engine(roofline, **most) for roofline in rooflines)
-        footprint = _footprint(d, context)
+        footprint = _footprint(Roofline(d, device, devices=1, context=context))
         options.append(DrafterOption(name=d.name, survival=survivals[d.name], engines=engines, footprint=footprint))
     return Candidates(verifiers=tuple(verifiers), drafters=tuple(options))
 
@@ -192,8 +198,8 @@ def _drafter_engine(roofline: Roofline, *, max_window: int, max_requests: int) -
     return DrafterEngine(devices=roofline.devices, seconds=grid, capacity_bytes=roofline.capacity_bytes)
 
 
-def _footprint(shape: TransformerShape, context: int) -> Footprint:
-    return Footprint(weights_bytes=shape.weights_bytes, request_bytes=context * shape.kv_bytes_per_token)
+def _footprint(roofline: Roofline) -> Footprint:
+    return Footprint(weights_bytes=roofline.shape.weights_bytes, request_bytes=roofline.request_bytes)
 
 
 HOPPER = "https://glennklockwood.com/garden/processors/h100"

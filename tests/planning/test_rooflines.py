@@ -167,6 +167,20 @@ def test_every_row_of_a_verification_reads_its_keys() -> None:
     assert once.forward_s(16, 1) == long.forward_s(16, 1)
 
 
+def test_devices_beyond_the_key_value_heads_have_copies() -> None:
+    """Of 4 heads 4 devices have one each, and 8 as well: each reads as much, and half as many requests fit."""
+    four, eight = (roofline(ROUTED, devices=g, context=32_000, on=IDEAL) for g in (4, 8))
+    none = [roofline(ROUTED, devices=g, context=0, on=IDEAL) for g in (4, 8)]
+    read_s = 64 * 32_000 * ROUTED.kv_bytes_per_token / 3.35e12 / 4
+    assert four.forward_s(64) - none[0].forward_s(64) == pytest.approx(read_s, rel=1e-9)
+    assert eight.forward_s(64) - none[1].forward_s(64) == pytest.approx(read_s, rel=1e-9)
+    options = from_figures(ROUTED, [], device("H100"), survivals={}, context=32_000, max_requests=64, sizes=(4, 8))
+    for option in options.verifiers:
+        left = option.capacity_bytes - ROUTED.weights_bytes
+        each = 32_000 * ROUTED.kv_bytes_per_token * option.devices / 4
+        assert option.requests() == int(left / each)
+
+
 def test_requests_are_rounded_up_to_captured_sizes() -> None:
     unread = replace(DENSE, kv_heads=1)
     costs = roofline(unread, context=0)
