@@ -97,7 +97,9 @@ class Backend:
         )
         info = self._engine._scheduler_init_result.scheduler_infos[0]
         self.kv_tokens: int = info["max_total_num_tokens"]
-        self.max_sequence_tokens = min(spec.context_length, self.kv_tokens) - spec.reserved_tokens
+        # SGLang cuts responses in silence where whole pages for the input, and one more, leave less room.
+        page = self._engine.server_args.resolved_dict()["page_size"] or 1
+        self.max_sequence_tokens = min(spec.context_length, self.kv_tokens - 2 * (page - 1)) - spec.reserved_tokens
         self.scheduler_pids: list[int] = list(self._engine.get_all_child_pids())
         self.loop = self._engine.loop
         self._num_calls = 0

@@ -59,10 +59,12 @@ class RankContext(EngineRank):
         self._check(self._scheduler.weight_updater.begin_weight_update(BeginWeightUpdateReqInput(selector="target")))
 
     def end_weight_update(self) -> None:
-        """Bring parameters back into the layout that computes."""
+        """Bring parameters back into the layout that computes; drafters hear of it."""
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         self._check(self._scheduler.weight_updater.end_weight_update(EndWeightUpdateReqInput()))
+        if hasattr(self.draft_worker, "policy_changed"):  # SGLang's own algorithms' have it not
+            self.draft_worker.policy_changed()
 
     @staticmethod
     def _check(result: Any) -> None:

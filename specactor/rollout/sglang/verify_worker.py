@@ -202,10 +202,13 @@ class Worker(BaseSpecWorker):  # type: ignore[misc]
         return []  # the draft model is not the policy, and never gets the policy's weights
 
     def clear_cache_pool(self) -> None:
-        """Forget all requests: the weights may be others from now on."""
+        """Forget all requests."""
         for rid in list(self._running):
             self._close(rid)
         self._plain_left = 0
+
+    def policy_changed(self) -> None:
+        """Trust less what was seen: the policy has other weights."""
         if self.speculator is not None:
             self.speculator.policy_changed()
 

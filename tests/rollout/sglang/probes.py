@@ -109,6 +109,24 @@ def change_weights(context: Any, _: object) -> list[int]:
 
 
 @call
+def changes_told(context: Any, _: object) -> list[int]:
+    """Return how often drafters hear of another policy in a flush, and in an update of weights, which flushes, too."""
+    speculator, told = context.draft_worker.speculator, [0]
+
+    def count() -> None:
+        told[-1] += 1
+
+    speculator.policy_changed = count
+    context.flush_cache()
+    told.append(0)
+    context.begin_weight_update()
+    context.end_weight_update()
+    context.flush_cache()
+    del speculator.policy_changed
+    return told
+
+
+@call
 def change_weights_at(context: Any, length: int) -> None:
     """Between two rounds of plain decoding, as soon as the only request has emitted `length` tokens."""
     right = Worker.forward_batch_generation

@@ -13,11 +13,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specactor.config import RolloutConfig
+from specactor.config import EngineConfig, RolloutConfig
 from specactor.errors import EngineError
 from specactor.parallel.layout import ENGINE_RESERVED_TOKENS, reserved_tokens
 from specactor.rollout import resume
-from specactor.rollout.sglang.engine_client import Engine, EngineSpec
+from specactor.rollout.sglang.engine_client import Engine, EngineSpec, running
 from specactor.types import RolloutRequest, Trajectory, VersionSpan
 from tests.rollout.conftest import CONTEXT, VOCAB, request
 
@@ -178,6 +178,21 @@ def test_the_longest_request_is_served_whole(engine: Engine) -> None:
     assert len(got.token_ids) == new
     with pytest.raises(EngineError, match=f"expected 1 <= prompt <= {engine.ready.max_sequence_tokens} - max_new"):
         engine.generate([request(0, new=new + 1)])
+
+
+def test_with_pages_no_response_is_cut_in_silence(make_spec: Callable[..., EngineSpec]) -> None:
+    """SGLang takes whole pages for a prompt, and one more, and would end a response before its length."""
+    config = EngineConfig(max_running_requests=1, max_total_tokens=160, extra_args={"page_size": 16})
+    with running(make_spec(9, config=config)) as engine:
+        assert engine.ready is not None
+        longest = engine.ready.max_sequence_tokens
+        assert longest == 160 - 2 * 16
+        prompt_ids = request(0).prompt_ids
+        for length in (1, 16, 17):  # the last is where SGLang would have cut first
+            one = replace(request(0), prompt_ids=(prompt_ids * length)[:length])
+            whole = replace(one, sampling=replace(one.sampling, max_new_tokens=longest - length, ignore_eos=True))
+            (got,) = engine.generate([whole])
+            assert len(got.token_ids) == longest - length
 
 
 def test_a_response_with_few_tokens_left_goes_on(engine: Engine) -> None:

@@ -248,6 +248,12 @@ def test_abort_in_the_middle(speculating: Engine, engine: Engine) -> None:
     assert_same(run(speculating, drafter("Half"), requests), expected)
 
 
+def test_drafters_hear_of_each_policy_once(speculating: Engine) -> None:
+    """A step empties the cache up to three times, and evidence of drafts was halved each time."""
+    configure(speculating, drafter("Half"))
+    assert probe(speculating, "changes_told") == [0, 1]
+
+
 def test_change_the_weights_and_go_on(speculating: Engine) -> None:
     """The response goes on with the new weights and the keys that it has, as if plain decoding had changed there."""
     wanted = [request(0, new=100)]
