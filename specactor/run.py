@@ -56,7 +56,7 @@ from specactor.trainer.drafter.refresh import Distillation, left_behind
 from specactor.trainer.model import read_hf_config
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import RankShards
-from specactor.trainer.warmup import initial_model, warmed_up_model, with_draft_model
+from specactor.trainer.warmup import first_model, initial_model, with_draft_model
 from specactor.weights_sync.sender import WeightSender
 
 
@@ -95,7 +95,7 @@ def run(
         for note in config.notes(gpu=bool(gpus())):
             progress.note(note)
         config = _planned(config, members, collective, progress)
-        actor = _build(_Job(config, folder, collective, members, head, progress, stack), layout)
+        actor = _build(_Job(config, folder, collective, members, head, progress, stack, resume), layout)
         if resume is not None:
             _resume(actor, resume, config, progress)
         tracker = None
@@ -194,6 +194,7 @@ class _Job:
     head: str  # host of rank 0
     progress: Progress
     stack: ExitStack  # what is entered here ends with the run
+    resume: Path | None  # the checkpoint to go on from
 
 
 def _build(job: _Job, layout: Layout) -> SpecActor:
@@ -204,7 +205,9 @@ def _build(job: _Job, layout: Layout) -> SpecActor:
         train_data, eval_data = _problems(config, tokenizer, progress.note, collective)
         check_same_problems((train_data, *eval_data.values()), collective)
     with progress.phase("warm-up", announce=True):
-        base = warmed_up_model(config, layout, start, train_data, tokenizer, collective, progress)
+        base = first_model(
+            *(config, layout, start, train_data, tokenizer, collective, progress), folder=folder, resume=job.resume
+        )
         config = with_draft_model(config, base, train_data, tokenizer, collective, progress)
         job = replace(job, config=config)
         return_unused()  # the warm-up's trainer is gone

@@ -46,6 +46,7 @@ class RunFolder:
         self.metrics = root / "metrics.jsonl"
         self.checkpoints = root / "checkpoints"
         self.replay = root / "replay.json"
+        self.base = root / "base.json"
         self.export = root / "export"
         self.engines = root / "engines"
         self.status = root / "status.json"
@@ -60,12 +61,31 @@ class RunFolder:
             return None
         return msgspec.json.decode(self.replay.read_bytes(), type=Replay)
 
+    def write_base(self, model: Path) -> None:
+        """Record the model that the run starts from."""
+        self._replace(self.base, {"model": str(model)})
+
+    def read_base(self) -> Path | None:
+        """Return the model that the run started from; None where no record says so, or nothing made it: then
+        `model.path` names it."""
+        try:
+            model = Path(json.loads(self.base.read_text())["model"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        if model.parent.name != WARM_UPS:
+            return None
+        beside = self.root.parent / WARM_UPS / model.name  # runs may have moved, or be named from elsewhere
+        return beside if beside.exists() else model
+
     def write_status(self, status: Status) -> None:
         """Replace it, whole, without forcing it to the disk."""
+        self._replace(self.status, asdict(status))
+
+    def _replace(self, file: Path, content: dict[str, Any]) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        fresh = self.status.with_name("status.json.tmp")
-        fresh.write_text(json.dumps(asdict(status)) + "\n")
-        fresh.replace(self.status)
+        fresh = file.with_name(f"{file.name}.tmp")
+        fresh.write_text(json.dumps(content) + "\n")
+        fresh.replace(file)
 
     def read_status(self) -> Status | None:
         """Return the run's status; None before its first phase."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
@@ -55,6 +56,8 @@ def replay(argv: list[str], console: Console) -> int:
     shutil.rmtree(target.root, ignore_errors=True)
     target.root.mkdir()
     target.replay.write_text(json.dumps(asdict(what)))
+    with suppress(FileNotFoundError):  # older runs have none
+        shutil.copy(RunFolder(root=source).base, target.base)
     first, was = 1 if start is None else _step_of(start) + 1, _ranks(source)
     nproc = options.nproc or was
     console.print(_plan(source, what, first), soft_wrap=True)

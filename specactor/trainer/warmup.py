@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -24,9 +25,9 @@ from specactor.data.tiny_model import make_tiny_model
 from specactor.errors import ConfigError
 from specactor.hooks import hook
 from specactor.parallel.collective import Collective, control_group
-from specactor.parallel.layout import Layout
+from specactor.parallel.layout import Layout, has_mtp
 from specactor.progress import Progress
-from specactor.run_folder import WARM_UPS
+from specactor.run_folder import WARM_UPS, RunFolder
 from specactor.trainer.drafter import init
 from specactor.trainer.drafter.buffer import TrainingExample, example_from
 from specactor.trainer.drafter.command import learn
@@ -73,6 +74,50 @@ def _is_made(folder: Path, collective: Collective) -> bool:
     return collective.path_of_first(folder.name, lambda: folder if folder.exists() else None) is not None
 
 
+def first_model(
+    config: Config,
+    layout: Layout,
+    start: Path,
+    problems: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    collective: Collective,
+    progress: Progress,
+    *,
+    folder: RunFolder,
+    resume: Path | None,
+) -> Path:
+    """Return the folder of the model that the run starts from, and record it; of a run that is resumed or replayed, the
+    recorded one, whatever settings make now. Collective."""
+
+    def recorded() -> Path | None:
+        if resume is None and not folder.replay.exists():
+            return None
+        known = (folder if resume is None else RunFolder(root=resume.parent.parent)).read_base()
+        if known is not None and _architecture(known) == _architecture(start):
+            return known
+        if known is not None or config.warmup.solver:
+            progress.note(
+                f"The model that the run started from ({known or 'not recorded'}) is not there, or is another: that of "
+                "these settings takes its place, also as the KL penalty's reference."
+            )
+        return None
+
+    base = collective.path_of_first("base model", recorded)
+    if base is None:
+        base = warmed_up_model(config, layout, start, problems, tokenizer, collective, progress)
+    collective.together("base model", lambda: folder.write_base(base) if collective.rank == 0 else None)
+    return base
+
+
+def _architecture(model: Path) -> dict[str, Any] | None:
+    """Return what config.json says but for the weights' type; None where there is none."""
+    try:
+        fields: dict[str, Any] = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return {name: value for name, value in fields.items() if name not in {"dtype", "torch_dtype"}}
+
+
 def warmed_up_model(
     config: Config,
     layout: Layout,
@@ -90,9 +135,11 @@ def warmed_up_model(
     source = Path(inspect.getfile(solver)).read_text()
     train = config.train
     optimizer = (train.weight_decay, train.adam_betas, train.grad_clip, config.model.dtype)
-    key = _hash(
-        *(recipe, _content(start), config.seed, problems.digest, config.rollout.max_new_tokens, source),
-        *(optimizer, asdict(layout)),
+    # An MTP layer learns at the rollouts' temperature.
+    temperature = config.rollout.temperature if has_mtp(_architecture(start) or {}) else None
+    key = _key(
+        *(start, collective, recipe, config.seed, problems.digest, config.rollout.max_new_tokens, source),
+        *(optimizer, asdict(layout), temperature),
     )
     folder = Path(config.output_dir, WARM_UPS) / f"warmup-{key}"
     if _is_made(folder, collective):
@@ -130,7 +177,7 @@ def with_draft_model(
         updates = DRAFT_UPDATES
     settings = replace(settings, tokens_per_update=2048)  # docs/results/quickstart_speed.md measures the draft model
     learning = (wanted, updates, DRAFT_BATCHES, asdict(settings), rollout.temperature, collective.world)
-    folder = Path(config.output_dir, WARM_UPS) / f"draft-{_hash(_content(policy), config.seed, learning)}"
+    folder = Path(config.output_dir, WARM_UPS) / f"draft-{_key(policy, collective, config.seed, learning)}"
     if not _is_made(folder, collective):
         progress.note(f"a draft model learns for {DRAFT_LIMIT_S:.0f} s at most")
         examples = collective.together("worked solutions", lambda: _solved(config, problems, tokenizer))
@@ -228,13 +275,22 @@ def _rates(config: Config) -> Iterator[tuple[int, float]]:
             yield stage, linear_decay(step, steps, peak)
 
 
-def _content(model: Path) -> list[tuple[str, int, str]]:
-    small = 2**20
-    return [
-        (file.name, file.stat().st_size, file.read_bytes().hex() if file.stat().st_size < small else "")
-        for file in sorted(model.iterdir())
-        if file.is_file()
-    ]
+def _key(model: Path, collective: Collective, *parts: object) -> str:
+    """Return rank 0's hash of the model's files and the parts, on all ranks. Collective."""
+    # All bytes: a fine-tune may leave most weights as they were, and samples would miss what it changed. Of 60 GB that
+    # takes one rank a minute or two, at a start that loads the same files; SHA-256, since processors have it built in.
+    own = collective.together(
+        "reading the model", lambda: _hash(_digests(model), *parts) if collective.rank == 0 else ""
+    )
+    return collective.gather(own, str)[0]
+
+
+def _digests(model: Path) -> list[tuple[str, str]]:
+    found = []
+    for file in sorted(file for file in model.iterdir() if file.is_file()):
+        with file.open("rb") as stream:
+            found.append((file.name, hashlib.file_digest(stream, "sha256").hexdigest()))
+    return found
 
 
 def _hash(*parts: object) -> str:

@@ -22,6 +22,7 @@ from specactor.config.rollout import SAME_BITS
 from specactor.cpu.sglang import environment
 from specactor.metrics import METRICS, read_metrics
 from specactor.replay import command as replaying
+from specactor.run_folder import WARM_UPS, RunFolder
 from specactor.run_owner import RunOwner
 from specactor.trainer.drafter.buffer import read_rollouts
 from tests.end_to_end.conftest import Launched, Launcher
@@ -204,6 +205,9 @@ def test_the_run_folder_holds_config_tracking_checkpoint_and_export(finished: La
     folder = finished.folder
     config = json.loads((folder / "config.json").read_text())
     assert config["train"]["steps"] == 2
+    base = RunFolder(root=folder).read_base()
+    assert base is not None
+    assert (base.parent.name, (base / "config.json").exists()) == (WARM_UPS, True)
     assert list((folder / "wandb").glob("offline-run-*/*.wandb"))
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
     assert (folder / "export" / "model.safetensors").exists() or list((folder / "export").glob("*.safetensors"))

@@ -91,9 +91,11 @@ def test_a_difference_in_what_was_not_kept_has_a_page_too(tmp_path: Path) -> Non
 
 
 def test_a_replay_says_what_it_will_do(tmp_path: Path, torchrun: list[Any]) -> None:
-    run = write_run(tmp_path / "run", RUN)
+    run, base = write_run(tmp_path / "run", RUN), '{"model": "runs/.warm-up/warmup-1"}'
+    (run / "base.json").write_text(base)
     with pytest.raises(DataError, match="torchrun ended with 7"):
         called(command.replay, run, "--step", 3, "--sample", "1.2", "0.3")
+    assert (tmp_path / "run.replay-000003" / "base.json").read_text() == base, "it starts from the same model"
     words, _ = torchrun[-1]
     assert words[words.index("--nproc-per-node") + 1] == "2", "as many as have weights in the records"
     assert words[words.index("--resume") + 1] == "off", "no checkpoint is kept"
