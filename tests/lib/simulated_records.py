@@ -60,7 +60,8 @@ class Run:
             return trainer
 
         collective, self.folder = Collective(), folder
-        engines: Any = SimpleNamespace(**dict.fromkeys(("wait_ready", "release_memory", "resume_weights"), lambda: None))
+        calls = ("wait_ready", "release_memory", "resume_weights")
+        engines: Any = SimpleNamespace(**dict.fromkeys(calls, lambda: None))
         rest: Any = dict.fromkeys(("sender", "weights", "distillation", "on_trace", "audit"))
         self.devices = DeviceMemory(collective, engines, is_shared=True)
         self.trainer = self.devices.start(make)
