@@ -58,6 +58,15 @@ class SpecActor:
     def pool(self) -> EnginePool:
         return self.rollouts.pool
 
+    def start(self) -> None:
+        """Record what the run starts with, and bring it to the engines."""
+        # As after a step, while the trainer has the devices' memory: later its critic has no weights there, and moments
+        # are on the host, where their digests are others.
+        self.recorder.started(self.steps_done, self.rollouts.digest)
+        with self.progress.phase("sync"):
+            self.devices.to_weights(self.trainer)
+            self.sync()
+
     def step(self, save: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Take policy version v to v + 1; return metrics without times and memory, equal on all ranks. `save` writes a
         due checkpoint, while the trainer has the devices' memory."""

@@ -36,15 +36,14 @@ class DeviceMemory:
     def start(
         self, make: Callable[[], PolicyTrainer], *, others: Sequence[tuple[str, Callable[[], None]]] = ()
     ) -> PolicyTrainer:
-        """Wait for `others` (name, wait) and engines, which then have memory for weights; return the trainer that
-        `make` makes."""
+        """Wait for `others` (name, wait) and engines; return the trainer that `make` makes. It has the memory until
+        `to_weights`."""
         trainer = make() if not self._is_shared else None
         for name, wait in (*others, ("engine start", self._engines.wait_ready)):
             self._collective.together(name, wait)
         if trainer is None:
             self._collective.together("release", self._engines.release_memory)
             trainer = make()
-            self.to_weights(trainer)
         return trainer
 
     def to_trainer(self, trainer: PolicyTrainer) -> None:

@@ -107,8 +107,7 @@ def run(
             keep_imports(folder.root)
             if folder.read_replay() is None:
                 progress.note(reach(config))
-        with progress.phase("sync"):
-            actor.sync()
+        actor.start()
         if _train(actor, folder, tracker) and note_phase is not None:
             note_phase("done", actor.steps_done)
 
@@ -154,9 +153,7 @@ def _checked(config: Config, world: int) -> Layout:
 
 
 def _resume(actor: SpecActor, checkpoint_dir: Path, config: Config, progress: Progress) -> None:
-    actor.devices.to_trainer(actor.trainer)
     actor.restore(checkpoint.load(actor.trainer, checkpoint_dir))
-    actor.devices.to_weights(actor.trainer)
     if actor.distillation is not None:
         actor.distillation.load(checkpoint_dir)
     elif told := left_behind(checkpoint_dir, config.rollout.speculation):
@@ -358,7 +355,6 @@ def _places(config: Config, members: Sequence[Member]) -> list[tuple[int, int]]:
 def _train(actor: SpecActor, folder: RunFolder, tracker: Tracker | None) -> bool:
     """Return whether all steps were taken: else SIGUSR1 has ended them."""
     config, progress = actor.config, actor.progress
-    actor.recorder.started(actor.steps_done, actor.rollouts.digest)
     replay = actor.collective.together("replay", folder.read_replay)
     if replay is not None:
         _replay(actor, replay, tracker)

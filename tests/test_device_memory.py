@@ -109,8 +109,10 @@ def test_engines_start_alone_and_give_way_to_the_trainer() -> None:
     gpu = Gpu()
     devices = memory(gpu)
     trainer = devices.start(lambda: Trainer(gpu), others=[("drafters", lambda: gpu.events.append("drafters"))])
-    engines, trainers = ["+weights", "+caches", "-weights", "-caches"], ["+policy", "+learning", "-learning"]
-    assert gpu.events == ["drafters", *engines, *trainers, "+weights"]
+    engines, trainers = ["+weights", "+caches", "-weights", "-caches"], ["+policy", "+learning"]
+    assert gpu.events == ["drafters", *engines, *trainers]
+    devices.to_weights(trainer)
+    assert gpu.events[-2:] == ["-learning", "+weights"]
     for _ in range(3):
         gpu.take("what a sync needs", SYNC)
         gpu.give("what a sync needs")
@@ -130,6 +132,7 @@ def test_what_is_in_use_is_looked_at_while_it_is(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device_memory, "in_use", lambda: round(CAPACITY - gpu.free))
     devices = memory(gpu)
     trainer = devices.start(lambda: Trainer(gpu))
+    devices.to_weights(trainer)
     devices.to_engines()
     devices.to_trainer(trainer)
     gpu.take("activations", 5.0)
@@ -152,7 +155,7 @@ def test_wrong_orders_run_out_of_memory(wrong: str, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(Engine, "release_memory", lambda self: None)
 
     def begin() -> None:
-        devices.start(lambda: Trainer(gpu))
+        devices.to_weights(devices.start(lambda: Trainer(gpu)))
         devices.to_engines()
 
     with pytest.raises(OutOfMemoryError):

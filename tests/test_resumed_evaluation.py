@@ -51,7 +51,7 @@ class Job:
         actor = SimpleNamespace(
             config=CONFIG,
             progress=Progress(4, quiet=True),
-            recorder=SimpleNamespace(started=lambda *_: None, written_bytes=0),
+            recorder=SimpleNamespace(written_bytes=0),
             rollouts=SimpleNamespace(digest=None),
             collective=SimpleNamespace(
                 rank=0, any=bool, together=lambda phase, work: work(), gather=lambda value, kind: [value]

@@ -37,6 +37,11 @@ def test_a_round_on_a_device_is_the_same_and_reads_its_samples_alone(found: dict
     assert wrong == [3], "a wrong version that does not wait hands out other log-probabilities"
 
 
+@pytest.fixture(scope="module")
+def of_a_policy(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return found_by("tests.lib.simulated_shards", library, tmp_path_factory.mktemp("policy"), anew=True)
+
+
 def test_nothing_of_ours_makes_a_second_stream() -> None:
     """The pretended devices have one: what another stream has not waited for would not be seen."""
     package = Path(specactor.__file__).parent
@@ -103,11 +108,11 @@ def test_a_pull_that_lacks_a_wait_is_found(found: dict[str, Any], wait: str) -> 
     assert "wrong digest" in result["error"] or "was not waited for" in result["error"]
 
 
-def test_a_policy_on_a_device_hands_over_what_it_has(library: Path, tmp_path: Path) -> None:
+def test_a_policy_on_a_device_hands_over_what_it_has(of_a_policy: dict[str, Any]) -> None:
     """Megatron's parameters under their Hugging Face names, by buckets and then by a plan from a copy in host memory;
     where that has no room for it, by buckets alone. What an equal rank gives to the host it has on its GPU alone, and
     it says so anew when its memory moves."""
-    found = found_by("tests.lib.simulated_shards", library, tmp_path, anew=True)
+    found = of_a_policy
     assert found["shared"] == 0, "parameters stay on their device"
     assert found["pushes"] == [[rounds, "", [], found["bytes"]] for rounds in (1, 0, 0)]
     assert found["devices"] == ["cuda:3"]
@@ -117,6 +122,15 @@ def test_a_policy_on_a_device_hands_over_what_it_has(library: Path, tmp_path: Pa
     assert found["no room"] == [[True, note], [True, ""]]
     assert found["ranks"] == 1
     assert all(found["beside an equal rank"].values()), found["beside an equal rank"]
+
+
+def test_what_a_run_starts_with_is_recorded_while_the_trainer_has_the_device(of_a_policy: dict[str, Any]) -> None:
+    """By the digests that a step's record would have. Later moments are on the host, and a critic's weights nowhere."""
+    found = of_a_policy["records"]
+    assert found["same"]
+    assert found["parameters"] == ["critic.weight", "weight"]
+    assert found["too late, without a critic"] == [True, False]
+    assert "memory that was freed" in found["too late"]
 
 
 def test_digests_are_made_on_a_device(found: dict[str, Any]) -> None:

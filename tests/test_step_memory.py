@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 
-from specactor import actor, device_memory, measurements
+from specactor import actor, device_memory, measurements, run
 from specactor.actor import SpecActor
 from specactor.device_memory import DeviceMemory
 from specactor.planning.memory import PHASES, Memory, memory_of
@@ -111,6 +112,12 @@ class DraftModel:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
+        with gpu.held("draft model, trainer"):
+            pass
+
+    def load(self, folder: Path) -> None:
+        with self.gpu.held("draft model, trainer"):
+            pass
 
     def refresh(self, batch: Any, **_: Any) -> dict[str, float]:
         with self.gpu.held("draft model, trainer"):
@@ -163,14 +170,22 @@ class Phases(Progress):
             yield
 
 
-def steps(gpu: Gpu, name: str, words: Sequence[str], monkeypatch: pytest.MonkeyPatch, *, count: int = 3) -> list[str]:
-    """Start and make so many steps; return what the device had when checkpoints were written."""
+def steps(
+    gpu: Gpu, name: str, words: Sequence[str], monkeypatch: pytest.MonkeyPatch, *, count: int = 3, resumes: bool = False
+) -> list[str]:
+    """Start and make so many steps; return what the device had at the record of the start, and at checkpoints."""
     config, collective, saved = load([name, *words]), Alone(), list[str]()
     for where, function in ((measurements, "of_step"), (measurements, "of_environments"), (SpecActor, "of_rollout")):
         monkeypatch.setattr(where, function, lambda *_, **__: {})
     monkeypatch.setattr(device_memory, "in_use", lambda: int(sum(gpu.used.values())))
     monkeypatch.setattr(actor.samples, "fetch", lambda batch, *_: batch)
+    monkeypatch.setattr(run.checkpoint, "load", lambda *_: gpu.take() or {"steps_done": 7, "version": 7})
+    monkeypatch.setattr(run, "changed_settings", lambda *_: [])
     pool, quiet = Engines(gpu), lambda *_, **__: {}
+
+    def look(*_: object) -> None:
+        saved.extend(row for row in (*ENGINE, *CACHES, "optimizer") if row in gpu.used)
+
     gpu.take("rows of rounds", "overhead")
     devices = DeviceMemory(collective, pool, is_shared=True)  # type: ignore[arg-type]
     made: Any = SpecActor(
@@ -179,7 +194,7 @@ def steps(gpu: Gpu, name: str, words: Sequence[str], monkeypatch: pytest.MonkeyP
         devices=devices,
         rollouts=SimpleNamespace(  # type: ignore[arg-type]
             **{"pool": pool, "num_failed": 0, "num_unscored": 0, "state": dict},
-            **{"digest": lambda: 0, "open_tokens": 0, "drawn": {}},
+            **{"digest": lambda: 0, "open_tokens": 0, "drawn": {}, "restore": quiet},
             take_stats=lambda **_: SimpleNamespace(counts={}, spans={"": ()}),
             collect=lambda step: gpu.take() or [],  # engines generate
         ),
@@ -189,28 +204,30 @@ def steps(gpu: Gpu, name: str, words: Sequence[str], monkeypatch: pytest.MonkeyP
         progress=Phases(gpu),
         distillation=DraftModel(gpu),  # type: ignore[arg-type]
         on_trace=lambda *_: None,
-        recorder=SimpleNamespace(stepped=quiet),  # type: ignore[arg-type]
+        recorder=SimpleNamespace(started=look, stepped=quiet),  # type: ignore[arg-type]
         audit=SimpleNamespace(look=quiet, is_suspect=quiet, of_training=quiet),  # type: ignore[arg-type]
     )
-    gpu.phase = "sync"
-    made.sync()
+    if resumes:
+        run._resume(made, Path(), config, made.progress)
+    made.start()
     for _ in range(count):
         gpu.phase = "rollout"
-        made.step(lambda: saved.extend(row for row in (*ENGINE, *CACHES, "optimizer") if row in gpu.used))
+        made.step(look)
     gpu.phase = "sync"
     made.sync()  # where an engine that died was started again, it has its keys and values
     return saved
 
 
+@pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize(("name", "world", "settings"), RECIPES)
 def test_no_step_takes_more_than_is_predicted(
-    name: str, world: int, settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    name: str, world: int, settings: tuple[str, ...], resumes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And checkpoints are written while the trainer has the device."""
+    """And what the run starts with is recorded, and checkpoints are written, while the trainer has the device."""
     words = [*settings, *([] if name == "qwen3_8b" else ["--parallel.engines", str(world // 4)])]
     gpu = Gpu(memory_of(load([name, *words]), world, H100))
-    saved = steps(gpu, name, words, monkeypatch)
-    assert set(saved) <= {"optimizer"}, "engines have given theirs"
+    saved = steps(gpu, name, words, monkeypatch, resumes=resumes)
+    assert saved == ["optimizer"] * 4, "engines have given theirs"
     for phase in PHASES:
         assert gpu.peaks[phase] == pytest.approx(gpu.memory.of(phase)), "nothing else is there, and nothing lacks"
 

@@ -2,7 +2,7 @@
 
 Within `simulated`, as on GPUs:
 
-- an operation on tensors of two devices raises;
+- an operation on tensors of two devices raises, and so does one on a tensor whose storage was freed;
 - reading a value on the host is a wait for the device, and is counted (`Waits.reads`); so is a copy to the device that
   blocks, and an index that the host holds, since either waits for all that was launched before;
 - a copy to the host that does not block leaves poison in its target until the device was waited for;
@@ -167,6 +167,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     devices = {x.device for x in leaves if isinstance(x, Simulated)}
     with_host = any(not isinstance(x, Simulated) and x.dim() > 0 for x in leaves)
     own = next(iter(devices), torch.device("cpu"))
+    if any(x.numel() and not x.inner.untyped_storage().nbytes() for x in leaves if isinstance(x, Simulated)):
+        raise RuntimeError(f"{name}: memory that was freed")
     later = _is_later(name, args, kwargs)
     if name == "aten::_to_copy":
         target = own if wanted is None else _numbered(wanted) if _is_cuda(wanted) else torch.device("cpu")

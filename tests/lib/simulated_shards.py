@@ -1,4 +1,5 @@
-"""Script: a policy whose parameters are on a pretended device hands them over to an engine on another. Prints JSON.
+"""Script: a policy whose parameters are on a pretended device hands them over to an engine on another, and a run's
+start is recorded there. Prints JSON.
 
 python -m tests.lib.simulated_shards LIBRARY FOLDER
 """
@@ -44,6 +45,7 @@ from specactor.weights_sync.cuda_ipc import GpuMemory, Part, Places  # noqa: E40
 from specactor.weights_sync.sender import WeightSender  # noqa: E402
 from tests.lib.simulated_cuda import simulated  # noqa: E402
 from tests.lib.simulated_cuda_cases import Engine  # noqa: E402
+from tests.lib.simulated_records import recorded  # noqa: E402
 from tests.trainer import policy_cases as cases  # noqa: E402
 
 
@@ -179,6 +181,7 @@ def main(library: Path, folder: Path) -> None:
         with patch.object(pulls, "room_bytes", lambda ranks: found.setdefault("ranks", ranks) and 1000):
             reports = [sender.push(source, [engine], version=version) for version in (4, 5)]  # type: ignore[list-item]
         found["no room"] = [[report.num_rounds > 0, report.note] for report in reports]
+        found["records"] = recorded(folder / "records")
     print(json.dumps(found))
     dist.destroy_process_group()
 
