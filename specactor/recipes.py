@@ -111,7 +111,7 @@ ROWS_NAME_IT = "Each row of data names its verifier, such as module:function."
 AS_SAMPLED = "Evaluations are greedy with eval.samples 1; with more they sample as in training."
 EVALUATED = "Evaluations are before and after RL, and every eval.every steps; eval.problems 0: none."
 SHUFFLED = "Problems are shuffled in every epoch, unless data.order is source."
-REFUSED = "A prompt that is too long ends the run before it starts, which names its row: remove or shorten it."
+REFUSED = "A run with a prompt that is too long does not start, and names its row: remove or shorten it."
 # Those of no field (section.*: any in that section of theirs), and what is there instead.
 NO_SETTING = {
     "val_kwargs.*": AS_SAMPLED,
