@@ -46,7 +46,8 @@ def test_its_data_can_be_learned_from(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "problems.jsonl").write_text(row)
     (tmp_path / "held_out.jsonl").write_text(row.replace("37", "48"))
     make_char_tokenizer(tmp_path)
-    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])  # "": wherever it is
+    others = [folder for folder in sys.path if folder and not Path(folder, "mine.py").exists()]  # "": wherever it is
+    monkeypatch.setattr(sys, "path", others)
     monkeypatch.chdir(tmp_path)
     problems, held_out = _problems(load(words.split()), load_tokenizer(tmp_path))
     assert [problem.prompt for problem in (*problems, *held_out["eval"])] == ["37=", "48="]
