@@ -112,7 +112,7 @@ def rollout(
 
     pending = requests = [request(p.index) for p in problems]
     engines = engines or [FakeEngine(stops_at=stops_at), FakeEngine(stops_at=stops_at)]
-    room = {"max_prompt_tokens": 50, "prompt_limit": LIMIT}
+    room: dict[str, Any] = {"max_prompt_tokens": 50, "prompt_limit": LIMIT}
     with kind(requests, problems, tokenizer, timeout_s=timeout_s, **room) as conversations:
         for _ in range(3):
             driver = Driver(cast("list[Engine]", engines), notify=see, conversations=conversations, **options)
