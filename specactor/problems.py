@@ -21,6 +21,7 @@ def problems_of(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_prompt_tokens: int,
+    prompt_limit: str,
     note: Callable[[str], object],
     collective: Collective | Alone,
 ) -> tuple[Dataset, dict[str, Dataset]]:
@@ -29,7 +30,9 @@ def problems_of(
     data, count = config.data, config.eval.problems
     learned, held_out = [data.train_source, *data.mixed_sources], data.eval_sources(count) if count else {}
     sources = [*learned, *held_out.values()]
-    sets = build_datasets(sources, tokenizer, max_prompt_tokens=max_prompt_tokens, collective=collective)
+    sets = build_datasets(
+        sources, tokenizer, max_prompt_tokens=max_prompt_tokens, prompt_limit=prompt_limit, collective=collective
+    )
 
     def chosen() -> tuple[Dataset, dict[str, Dataset]]:
         if config.warmup.solver:

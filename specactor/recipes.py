@@ -43,9 +43,10 @@ Tree = TypeVar("Tree", bound="DataclassInstance")
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 IMPORTS = "imports.json"  # in the folder of a run: from where its own functions and classes are imported
 Scalar = str | int | float | bool
-# Names in other systems, and the field that is meant.
+# Names in other systems, or their last parts, and the field that is meant.
 USUAL_NAMES = {
     "lr": "train.learning_rate",
+    "critic.optim.lr": "algorithm.critic.learning_rate",
     "tp": "parallel.tensor",
     "pp": "parallel.pipeline",
     "vpp": "parallel.virtual_pipeline",
@@ -81,11 +82,14 @@ USUAL_NAMES = {
     "hf_checkpoint": "model.path",
     "train_files": "data.train",
     "val_files": "data.eval",
+    "eval_prompt_data": "data.eval",
     "prompt_data": "data.train",
     "total_training_steps": "train.steps",
     "num_rollout": "train.steps",
     "save_freq": "checkpoint.every",
     "save_interval": "checkpoint.every",
+    "max_actor_ckpt_to_keep": "checkpoint.keep",
+    "max_critic_ckpt_to_keep": "checkpoint.keep",
     "test_freq": "eval.every",
     "eval_interval": "eval.every",
     "experiment_name": "name",
@@ -103,8 +107,29 @@ USUAL_NAMES = {
     "resume_mode": "resume",
     "default_local_dir": "output_dir",
 }
-# Those of no field, and what is there instead.
+ROWS_NAME_IT = "Each row of data names its verifier, such as module:function."
+AS_SAMPLED = "Evaluations are greedy with eval.samples 1; with more they sample as in training."
+EVALUATED = "Evaluations are before and after RL, and every eval.every steps; eval.problems 0: none."
+SHUFFLED = "Problems are shuffled in every epoch, unless data.order is source."
+REFUSED = "A run with a prompt that is too long does not start, and names its row: remove or shorten it."
+# Those of no field (section.*: any in that section of theirs), and what is there instead.
 NO_SETTING = {
+    "val_kwargs.*": AS_SAMPLED,
+    "eval_temperature": AS_SAMPLED,
+    "eval_top_p": AS_SAMPLED,
+    "eval_top_k": AS_SAMPLED,
+    "eval_max_response_len": "Evaluations have rollout.max_new_tokens, too.",
+    "val_before_train": EVALUATED,
+    "skip_eval_before_train": EVALUATED,
+    "shuffle": SHUFFLED,
+    "rollout_shuffle": SHUFFLED,
+    "truncation": REFUSED,
+    "filter_overlong_prompts": REFUSED,
+    "custom_reward_function.*": ROWS_NAME_IT,
+    "reward_model.*": f"There is no reward model. {ROWS_NAME_IT}",
+    "critic.*": "A critic has the policy's shape and settings, but for algorithm.critic.learning_rate and its like.",
+    "rollout.name": "Rollouts are SGLang's.",
+    "rollout.mode": "Rollouts have one mode. That of drafting is rollout.speculation.mode.",
     "entropy_coeff": "There is no entropy bonus.",
     "entropy_coef": "There is no entropy bonus.",
     "max_prompt_length": "A prompt has what train.tokens_per_microbatch leaves beside rollout.max_new_tokens.",
@@ -119,8 +144,7 @@ NO_SETTING = {
     "nnodes": "That is torchrun's --nnodes.",
     "n_gpus_per_node": "That is torchrun's --nproc-per-node.",
     "rm_type": "Each row of data names its verifier.",
-    "custom_rm_path": "Each row of data names its verifier, such as module:function.",
-    "custom_reward_function": "Each row of data names its verifier, such as module:function.",
+    "custom_rm_path": ROWS_NAME_IT,
     "project_name": "Set WANDB_PROJECT.",
     "wandb_project": "Set WANDB_PROJECT.",
     "apply_chat_template": "Messages go through the model's chat template, a prompt is taken as it is.",
@@ -296,8 +320,11 @@ def _read_json(file: Path) -> Config:
 
 
 def _module(where: str) -> ModuleType:
-    """Import a recipe; its folder stays on the path for ``module:function`` settings."""
+    """Import a recipe. Its folder, and after all others the one where the run starts, stay on the path for
+    ``module:function`` settings: engines' processes have the latter, too, and verifiers' the whole path."""
     _importable(EXAMPLES.parent)
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # a file there may be named like a library
     if not where.endswith(".py"):
         known = recipes()
         if where in known:
@@ -401,12 +428,7 @@ def _value_of(flag: str, argv: Sequence[str]) -> str | None:
 def _unknown_key(token: str, config: Config) -> str:
     if not token.startswith("--"):
         key, equals, value = token.lstrip("+~").partition("=")  # as Hydra has it, and verl
-        meant = nearest_keys(key, config) if equals else []
-        remedy = "Put two dashes before a key, one value after it."
-        if key.rpartition(".")[2] in NO_SETTING and equals:
-            remedy = NO_SETTING[key.rpartition(".")[2]]
-        elif meant:
-            remedy = f"Did you mean --{meant[0].replace('_', '-')} {value}?"
+        remedy = _meaning(key, config, f" {value}") if equals else "Put two dashes before a key, one value after it."
         return f"command line: got {token!r}, expected --key.path value. {remedy}"
     key = token.partition("=")[0].removeprefix("--").replace("-", "_")
     owner = next((name for name in _keys(config) if key.startswith(f"{name}.")), None)
@@ -415,23 +437,40 @@ def _unknown_key(token: str, config: Config) -> str:
         return (
             f"unknown setting {token}. Write {flag} {key.removeprefix(owner + '.')}=VALUE, all pairs after one {flag}."
         )
-    nearest = nearest_keys(key, config)
-    hint = (
-        f"Did you mean {' or '.join('--' + name.replace('_', '-') for name in nearest)}?" if nearest else "See --help."
-    )
-    hint = NO_SETTING.get(key.rpartition(".")[2], hint)
-    return f"unknown setting --{key.replace('_', '-')}. {hint}"
+    return f"unknown setting --{key.replace('_', '-')}. {_meaning(key, config)}"
 
 
-def nearest_keys(key: str, config: Config) -> list[str]:
-    """Return at most two fields of `config` that `key` may stand for."""
-    last, known = key.rpartition(".")[2], _keys(config)
-    for usual in (".".join(key.split(".")[-2:]), last):  # verl's n is of samples or of an evaluation's
-        if usual in USUAL_NAMES:
-            return [USUAL_NAMES[usual]]
-    parts = [name.rpartition(".")[2] for name in known]
-    near = difflib.get_close_matches(last, parts, n=1)
-    return [name for name, part in zip(known, parts, strict=True) if part in near][:2]
+def _meaning(key: str, config: Config, value: str = "") -> str:
+    """Return what to do in place of setting the unknown `key`."""
+    parts = key.split(".")
+    is_ours = any(name.startswith(f"{key.rpartition('.')[0]}.") for name in _keys(config))
+    for at in range(len(parts)):  # the longest end first: verl's n is of samples or of an evaluation's
+        end = ".".join(parts[at:])
+        if end in USUAL_NAMES:
+            return _suggestion([USUAL_NAMES[end]], value)
+        section = f"{parts[at]}.*" if at < len(parts) - 1 and not is_ours else ""
+        if told := NO_SETTING.get(end) or NO_SETTING.get(section):
+            return told
+    return _suggestion(_nearest_keys(key, config), value)
+
+
+def _suggestion(names: Sequence[str], value: str) -> str:
+    return f"Did you mean {' or '.join('--' + n.replace('_', '-') + value for n in names)}?" if names else "See --help."
+
+
+def _nearest_keys(key: str, config: Config) -> list[str]:
+    """Return at most two fields of `config` that are named like `key`: one that looks like it in its own section, or
+    very much like it in another. Names of evaluations are not of training's settings."""
+    above, _, last = key.rpartition(".")
+    known = _keys(config)
+    if {"eval", "val"} & {*re.split(r"[._]", key)}:
+        known = [name for name in known if "eval" in name.split(".")]
+    beside = [name for name in known if name.rpartition(".")[0] == above != ""]
+    for names, cutoff in ((beside, 0.6), (known, 0.75)):
+        near = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in names], n=1, cutoff=cutoff)
+        if near:
+            return [name for name in names if name.rpartition(".")[2] in near][:2]
+    return []
 
 
 def _keys(tree: DataclassInstance, prefix: str = "") -> list[str]:

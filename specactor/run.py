@@ -30,6 +30,7 @@ from specactor.parallel.layout import (
     longest_prompt,
     longest_text,
     place_engine,
+    prompt_limit,
     reserved_tokens,
 )
 from specactor.planning import search
@@ -229,6 +230,7 @@ def _build(job: _Job, layout: Layout) -> SpecActor:
         progress=progress,
         host=job.members[collective.rank].machine,
         max_prompt_tokens=longest_prompt(config, model_shape(config).max_position),
+        prompt_limit=prompt_limit(config, model_shape(config).max_position),
         replace_lost=lambda: actor.sync(),
     )
     actor = SpecActor(
@@ -303,8 +305,15 @@ def _problems(
     note: Callable[[str], object] = lambda text: None,
     collective: Collective | Alone = ALONE,
 ) -> tuple[Dataset, dict[str, Dataset]]:
-    room = longest_prompt(config, model_shape(config).max_position)
-    return problems_of(config, tokenizer, max_prompt_tokens=room, note=note, collective=collective)
+    context = model_shape(config).max_position
+    return problems_of(
+        config,
+        tokenizer,
+        max_prompt_tokens=longest_prompt(config, context),
+        prompt_limit=prompt_limit(config, context),
+        note=note,
+        collective=collective,
+    )
 
 
 def _weights(trainer: PolicyTrainer, members: Sequence[Member]) -> RankShards:

@@ -13,7 +13,7 @@ from specactor.config.rollout import BY_ROWS, BY_SIZE, NOT_EXTRA, ONE_ATTENTION,
 from specactor.config.train import gap_bound
 from specactor.errors import ConfigError
 from specactor.parallel.layout import longest_prompt
-from specactor.recipes import from_json, load, to_json
+from specactor.recipes import from_json, load, recipes, to_json
 
 SETTINGS = 95
 """Settings of a run, as `make measure` counts them."""
@@ -57,6 +57,19 @@ WRONG: list[tuple[str, str]] = [
         "+trainer.nnodes=2",
         "command line: got '+trainer.nnodes=2', expected --key.path value. That is torchrun's --nnodes.",
     ),
+    (
+        "trainer.max_actor_ckpt_to_keep=3",
+        "command line: got 'trainer.max_actor_ckpt_to_keep=3', expected --key.path value. Did you mean "
+        "--checkpoint.keep 3?",
+    ),
+    (
+        "trainer.steps=3",
+        "command line: got 'trainer.steps=3', expected --key.path value. Did you mean --warmup.steps 3 or "
+        "--train.steps 3?",
+    ),
+    ("trainer.odd=1", "command line: got 'trainer.odd=1', expected --key.path value. See --help."),
+    ("--eval.temperature 0.6", "unknown setting --eval.temperature. See --help."),
+    ("--checkpoint.kepp 3", "unknown setting --checkpoint.kepp. Did you mean --checkpoint.keep?"),
     ("seed 3", "command line: got 'seed', expected --key.path value. Put two dashes before a key, one value after it."),
     (
         "--data.params.max_n 3",
@@ -482,6 +495,22 @@ def test_a_run_says_what_its_settings_do_in_silence() -> None:
     unused = ("--rollout.speculation.draft-model", "DRAFT", "--distillation.refresh", "0.03")
     found = load([*plain, *unused, "--rollout.speculation.mode", "auto"]).notes(gpu=False)
     assert [note.partition(":")[0] for note in found] == ["The draft model DRAFT is not used", "Nothing is refreshed"]
+
+
+def test_a_run_says_what_is_unused_without_speculation() -> None:
+    """In one line, since to compare on and off is usual; and nothing of a recipe that ships so."""
+    off = ("--rollout.speculation.mode", "off")
+    assert load(["quickstart", *off]).notes(gpu=False) == [
+        "With rollout.speculation.mode off these are unused: drafters, window, draft_model."
+    ]
+    assert load(["qwen3_8b", *off]).notes(gpu=True) == [
+        "With rollout.speculation.mode off these are unused: drafters, draft_model, distillation.refresh."
+    ]
+    [told] = load(["grpo", "--rollout.speculation.cost-table", "costs.json"]).notes(gpu=False)
+    assert told == "With rollout.speculation.mode off these are unused: cost_table."
+    for name in recipes():
+        config = load([name])
+        assert config.rollout.speculation.mode != "off" or config.notes(gpu=True) == [], name
 
 
 def test_the_bound_of_the_agreement_follows_from_the_dtype() -> None:

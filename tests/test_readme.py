@@ -18,6 +18,7 @@ from specactor.data.verifiers import get_verifier
 from specactor.errors import DataError
 from specactor.recipes import load
 from specactor.rollout.speculation.drafter import DraftSequence
+from specactor.rollout.speculation.registry import check_drafters
 from specactor.run import _problems
 from specactor.types import Problem
 
@@ -37,7 +38,7 @@ def test_its_reward_and_its_drafter_run() -> None:
 
 
 def test_its_data_can_be_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its own recipe and settings, with its row and its reward."""
+    """By its own recipe and settings, with its row, and its reward and drafter in the folder where the run starts."""
     [code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     [(row, words)] = re.findall(r"^# (\{.*\}) +(\w+ --data.*)$", code, re.MULTILINE)
     (tmp_path / "mine.py").write_text(code)
@@ -45,10 +46,14 @@ def test_its_data_can_be_learned_from(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "problems.jsonl").write_text(row)
     (tmp_path / "held_out.jsonl").write_text(row.replace("37", "48"))
     make_char_tokenizer(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    others = [folder for folder in sys.path if folder and not Path(folder, "mine.py").exists()]  # "": wherever it is
+    monkeypatch.setattr(sys, "path", others)
     monkeypatch.chdir(tmp_path)
     problems, held_out = _problems(load(words.split()), load_tokenizer(tmp_path))
     assert [problem.prompt for problem in (*problems, *held_out["eval"])] == ["37=", "48="]
+    [drafters] = re.findall(r"^# (--rollout.speculation.drafters .*)$", code, re.MULTILINE)
+    drafting = load([*words.split(), *drafters.split(), "--rollout.speculation.mode", "coupled"])
+    check_drafters(drafting.rollout.speculation)
     with pytest.raises(DataError, match="prompt_template"):  # which a recipe of another task has
         _problems(load(["dapo", *words.split()[1:]]), load_tokenizer(tmp_path))
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specactor import recipes as recipes_of
 from specactor.config import Config
 from specactor.errors import ConfigError
 from specactor.parallel.layout import ModelShape, check
@@ -156,6 +157,11 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("num_generations_per_prompt", "rollout.group-size"),
         ("optimizer-cpu-offload", "train.optimizer-state"),
         ("use-tis", "algorithm.correction.level"),
+        ("trainer.max_actor_ckpt_to_keep", "checkpoint.keep"),
+        ("critic.optim.lr", "algorithm.critic.learning-rate"),
+        ("actor_rollout_ref.actor.optim.lr", "train.learning-rate"),
+        ("eval-prompt-data", "data.eval"),
+        ("actor_rollout_ref.rollout.temperature", "rollout.temperature"),
     ],
 )
 def test_names_of_other_systems_lead_to_ours(theirs: str, ours: str) -> None:
@@ -184,11 +190,45 @@ def test_names_that_nothing_stands_for_say_what_is_there(theirs: str, told: str)
     assert str(caught.value) == f"unknown setting --{theirs.replace('_', '-')}. {told}"
 
 
+@pytest.mark.parametrize("name", NO_SETTING)
+def test_each_such_name_is_found_by_itself_and_in_a_section(name: str) -> None:
+    config, key = load(["grpo"]), name.replace("*", "enable")
+    assert [recipes_of._meaning(of, config) for of in (key, f"theirs.{key}")] == [NO_SETTING[name]] * 2
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", "Evaluations are greedy with eval.samples 1;"),
+        ("actor_rollout_ref.rollout.val_kwargs.top_p", "Evaluations are greedy with eval.samples 1;"),
+        ("eval_temperature", "Evaluations are greedy with eval.samples 1;"),
+        ("eval_top_p", "Evaluations are greedy with eval.samples 1;"),
+        ("eval_min_new_tokens", "See --help."),
+        ("custom_reward_function.path", "Each row of data names its verifier,"),
+        ("reward_model.enable", "There is no reward model."),
+        ("reward_model.model.path", "There is no reward model."),
+        ("critic.model.path", "A critic has the policy's shape"),
+        ("data.truncation", "A run with a prompt that is too long does not start"),
+        ("data.filter_overlong_prompts", "A run with a prompt that is too long does not start"),
+        ("data.shuffle", "Problems are shuffled in every epoch"),
+        ("trainer.val_before_train", "Evaluations are before and after RL"),
+        ("actor_rollout_ref.rollout.name", "Rollouts are SGLang's."),
+    ],
+)
+def test_no_name_leads_to_a_setting_of_something_else(theirs: str, told: str) -> None:
+    """Which would change training. However it is written."""
+    for words in ((f"--{theirs}", "1"), (f"{theirs}=1",)):
+        with pytest.raises(ConfigError, match=rf"\. {re.escape(told)}") as caught:
+            load(["grpo", *words])
+        assert "Did you mean" not in str(caught.value)
+        assert "two dashes" not in str(caught.value)
+
+
 def test_all_such_names_are_of_settings() -> None:
     keys = {*_keys(load(["ppo"]))}
     assert {*USUAL_NAMES.values()} <= keys
     told = " ".join(NO_SETTING.values())
-    assert {word for word in re.findall(r"[a-z]+\.[a-z_]+", told.replace("-", "_"))} <= keys
+    assert {word for word in re.findall(r"[a-z]+(?:\.[a-z_]+)+", told.replace("-", "_"))} <= keys
 
 
 def test_an_unknown_recipe_suggests_the_nearest() -> None:

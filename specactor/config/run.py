@@ -226,7 +226,10 @@ class Config:
             f"The draft model {folder} is not used: no drafter in rollout.speculation.drafters names it."
             for folder in drafting.unused
         ]
-        if self.distillation.refresh and not self.drafter_learns:
+        if unused := [*drafting.unused_settings]:
+            unused += ["distillation.refresh"] if self.distillation.refresh else []
+            found.append(f"With rollout.speculation.mode off these are unused: {', '.join(unused)}.")
+        elif self.distillation.refresh and not self.drafter_learns:
             found.append("Nothing is refreshed: nothing drafts with the first draft model, which alone learns.")
         if gpu and self.rollout.stop and drafting.mode != "off":
             found.append(

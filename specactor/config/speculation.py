@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import PurePath
 from typing import Literal
 
@@ -110,6 +110,13 @@ class SpeculationConfig:
     def unused(self) -> tuple[str, ...]:
         """Return the folders of the draft models that no drafter names, though something drafts."""
         return () if self.mode == "off" else tuple(folder for folder in self.draft_model if folder not in self.in_use)
+
+    @property
+    def unused_settings(self) -> tuple[str, ...]:
+        """Return the names of the settings that mode off leaves unused, where they are not the defaults."""
+        if self.mode != "off":
+            return ()
+        return tuple(item.name for item in fields(self) if getattr(self, item.name) != item.default)
 
     @property
     def uses_mtp(self) -> bool:

@@ -131,14 +131,16 @@ def build_datasets(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_prompt_tokens: int,
+    prompt_limit: str = "",
     collective: Collective | Alone = ALONE,
 ) -> list[Dataset]:
     """Check and tokenize all rows, a part of them on each rank. Collective. Raises DataError with the number of bad
-    ones and the first; ConfigError for an unknown task or parameter."""
+    ones and the first; ConfigError for an unknown task or parameter. `prompt_limit` says why `max_prompt_tokens`."""
     readings = collective.together(
         "data",
         lambda: [
-            _Reading(source, tokenizer, max_prompt_tokens, collective.rank, collective.world) for source in sources
+            _Reading(source, tokenizer, max_prompt_tokens, collective.rank, collective.world, prompt_limit)
+            for source in sources
         ],
     )
     parts = [collective.gather_bytes(reading.own) for reading in readings]
@@ -166,9 +168,15 @@ class _Reading:
     """A source's rows. To look at them takes long (a template, the tokenizer, math-verify), so ranks share that."""
 
     def __init__(
-        self, source: SourceConfig, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, rank: int, world: int
+        self,
+        source: SourceConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        max_prompt_tokens: int,
+        rank: int,
+        world: int,
+        prompt_limit: str = "",
     ) -> None:
-        self._source, self._tokenizer, self._longest = source, tokenizer, max_prompt_tokens
+        self._source, self._tokenizer, self._most = source, tokenizer, (max_prompt_tokens, prompt_limit)
         self._name = f"task {source.task}" if source.task else source.path
         self._rows = list(_task_rows(source) if source.task else _file_rows(source))
         own = [looked for part in self._parts()[rank::world] for looked in self._look(part)]
@@ -180,7 +188,7 @@ class _Reading:
     def _look(self, rows: Sequence[Row]) -> Iterator[_Looked]:
         seen = [_as_seen(row, self._tokenizer, self._source) for row in rows]
         for row, ids in zip(seen, _tokenize(seen, self._tokenizer), strict=True):
-            reason = row.reason or _objection(_problem(0, row, tuple(ids)), self._tokenizer, self._longest)
+            reason = row.reason or _objection(_problem(0, row, tuple(ids)), self._tokenizer, *self._most)
             told = reason.encode(errors="backslashreplace").decode()
             rendered = row.columns["prompt"] if "messages" in row.columns and not reason else None
             yield _Looked(b"" if reason else array("i", ids).tobytes(), rendered, told)
@@ -381,7 +389,7 @@ def _problem(index: int, row: Row, prompt_ids: tuple[int, ...]) -> Problem:
     return Problem(index=index, prompt_ids=prompt_ids, metadata=_metadata(row), **texts)
 
 
-def _objection(problem: Problem, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> str:
+def _objection(problem: Problem, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, limit: str) -> str:
     """Return why a problem cannot be used; empty when it can."""
     ids = problem.prompt_ids
     if not _is_unicode(problem.prompt):
@@ -394,10 +402,7 @@ def _objection(problem: Problem, tokenizer: PreTrainedTokenizerBase, max_prompt_
         unknown = _unknown(problem.prompt, tokenizer)
         return f"prompt: the tokenizer has no token for {unknown}. Replace it, or use a model that knows it"
     if len(ids) > max_prompt_tokens:
-        return (
-            f"prompt: got {len(ids)} tokens, expected at most {max_prompt_tokens} (the model's context less "
-            "rollout.max_new_tokens). Shorten it, or lower rollout.max_new_tokens"
-        )
+        return f"prompt: got {len(ids)} tokens, expected at most {max_prompt_tokens} {limit}".rstrip()
     return _verifier_fault(problem.verifier) or verifiers.unscorable(problem) or ""
 
 

@@ -42,24 +42,24 @@ class ModelShape:
         )
 
     @classmethod
-    def read(cls, model_dir: Path) -> ModelShape:
-        """Read a folder. Raises ConfigError where it is no Hugging Face model."""
+    def read(cls, model_dir: Path, setting: str = "model.path") -> ModelShape:
+        """Read a folder. Raises ConfigError, of `setting`, where it is no Hugging Face model."""
         file = model_dir / "config.json"
         if not file.is_file():
             raise ConfigError.at(
-                "model.path",
+                setting,
                 str(model_dir),
                 "a folder with config.json, tiny, or tiny:LAYERS",
                 "Give the folder of a model in Hugging Face format with --model.path; nothing is downloaded.",
             )
         try:
             raw = json.loads(file.read_text())
-            _refuse_mtp(raw, file)
+            _refuse_mtp(raw, file, setting)
             return cls._of(raw)
         except (json.JSONDecodeError, KeyError) as error:
             problem = f"{type(error).__name__}: {error}"
             raise ConfigError.at(
-                "model.path", str(file), "the config.json of a language model", f"It has {problem}."
+                setting, str(file), "the config.json of a language model", f"It has {problem}."
             ) from None
 
     @classmethod
@@ -101,7 +101,7 @@ def has_mtp(raw: Mapping[str, Any]) -> bool:
     return bool(raw.get("architectures") == ["MiMoForCausalLM"] and raw.get("num_nextn_predict_layers") == 1)
 
 
-def _refuse_mtp(raw: dict[str, Any], file: Path) -> None:
+def _refuse_mtp(raw: dict[str, Any], file: Path, setting: str) -> None:
     """Raise ConfigError for MTP layers that would neither learn nor draft."""
     if has_mtp(raw):
         return
@@ -109,7 +109,7 @@ def _refuse_mtp(raw: dict[str, Any], file: Path) -> None:
     names += [f"{name} {raw[name]}" for name in _MTP_LAYERS if raw.get(name)]
     if names:
         raise ConfigError.at(
-            "model.path",
+            setting,
             f"multi-token prediction (MTP) layers, {names[0]} in {file}",
             "a model without, or MiMo's with one",
             "Remove them from a copy's config.json: the policy is the same. For drafts make an EAGLE-3 head: specactor "
@@ -281,6 +281,25 @@ def reserved_tokens(rollout: RolloutConfig) -> int:
 
 def longest_prompt(config: Config, max_position: int) -> int:
     """Return the tokens that fit beside a response. Raises ConfigError for none."""
+    limit, room = _smallest_room(config, max_position)
+    rules_of(config)(
+        "rollout.max_new_tokens",
+        config.rollout.max_new_tokens < room,
+        f"< {room}, so that a prompt fits beside it ({limit})",
+        "Shorten the responses, or raise that limit.",
+    )
+    return room - config.rollout.max_new_tokens
+
+
+def prompt_limit(config: Config, max_position: int) -> str:
+    """Return what leaves a prompt no more tokens than `longest_prompt`, and the way out."""
+    limit, _ = _smallest_room(config, max_position)
+    raised = "" if limit.startswith("the model") else ", or raise that limit"
+    return f"({limit} less rollout.max_new_tokens). Shorten it, or lower rollout.max_new_tokens{raised}"
+
+
+def _smallest_room(config: Config, max_position: int) -> tuple[str, int]:
+    """Return what a prompt and its response must fit, and how many tokens that is."""
     p, reserved = config.parallel, reserved_tokens(config.rollout)
     padding = 2 * p.context * p.tensor if p.context > 1 else p.tensor
     rooms = {
@@ -289,14 +308,7 @@ def longest_prompt(config: Config, max_position: int) -> int:
     }
     if config.rollout.engine.max_total_tokens is not None:
         rooms["rollout.engine.max_total_tokens"] = config.rollout.engine.max_total_tokens - reserved
-    limit, room = min(rooms.items(), key=lambda item: item[1])
-    rules_of(config)(
-        "rollout.max_new_tokens",
-        config.rollout.max_new_tokens < room,
-        f"< {room}, so that a prompt fits beside it ({limit})",
-        "Shorten the responses, or raise that limit.",
-    )
-    return room - config.rollout.max_new_tokens
+    return min(rooms.items(), key=lambda item: item[1])
 
 
 def longest_text(config: Config, max_position: int) -> int:

@@ -79,6 +79,7 @@ class RolloutCollector:
     progress: Progress
     host: str  # this rank's
     max_prompt_tokens: int  # of an environment's first prompt
+    prompt_limit: str = ""  # why no more
     replace_lost: Callable[[], object]  # collective; new engines get the policy's weights
 
     def __post_init__(self) -> None:
@@ -318,6 +319,7 @@ class RolloutCollector:
             self.tokenizer,
             timeout_s=self.config.rollout.environment_timeout_s,
             max_prompt_tokens=self.max_prompt_tokens,
+            prompt_limit=self.prompt_limit,
         )
         waiting.begin = lambda new: conversations.add(new, list(map(problem_of, new)))
         if refill is not None:

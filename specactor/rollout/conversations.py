@@ -77,9 +77,12 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         *,
         timeout_s: float,
         max_prompt_tokens: int,
+        prompt_limit: str = "",
     ) -> None:
-        """Begin the conversations of `requests`, if their problem has an environment, whose calls get `timeout_s`."""
+        """Begin the conversations of `requests`, if their problem has an environment, whose calls get `timeout_s`.
+        `prompt_limit` says why `max_prompt_tokens`."""
         self._tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, max_prompt_tokens
+        self._limit = prompt_limit
         self._patience_s = timeout_s + MOMENT_S  # until a call that ignores its cancellation is given up
         self._threads: list[threading.Thread] = []
         # by time, since all calls have as long; outdated ones are skipped
@@ -305,10 +308,8 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         if so_far is None:
             ids = chat.prompt_ids(self._tokenizer, said)
             if not 1 <= len(ids) <= self._longest:
-                raise DataError(
-                    f"it said {len(ids)} tokens, expected 1 to {self._longest} (the model's context less "
-                    "rollout.max_new_tokens)"
-                )
+                limit = self._limit if ids else ""
+                raise DataError(f"it said {len(ids)} tokens, expected 1 to {self._longest} {limit}".rstrip())
             conversation.turn = replace(request, prompt_ids=ids)
             conversation.so_far = resume.nothing_of(conversation.turn)
             return conversation.turn

@@ -135,15 +135,15 @@ def place(drafters: int, host: Host) -> list[int]:
 
 def draft_shape(folder: str) -> ModelShape:
     """Read a draft model's shape. Raises ConfigError for no Hugging Face model."""
-    try:
-        shape = ModelShape.read(Path(folder))
-    except ConfigError as error:
+    if not Path(folder, "config.json").is_file():
         raise ConfigError.at(
             "rollout.speculation.draft_model",
             folder,
-            "the folder of a Hugging Face model",
-            f"{error}",
-        ) from None
+            "a folder with config.json",
+            "Give that of a model in Hugging Face format with --rollout.speculation.draft-model; nothing is "
+            "downloaded. Or draft without one: --rollout.speculation.mode auto --rollout.speculation.drafters suffix.",
+        )
+    shape = ModelShape.read(Path(folder), "rollout.speculation.draft_model")
     if shape.has_mtp:
         raise ConfigError.at(
             "rollout.speculation.draft_model",

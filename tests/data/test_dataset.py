@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -415,8 +416,7 @@ BAD_ROWS: dict[str, tuple[Mapping[str, object] | str | bytes, str]] = {
     ),
     "a prompt is too long": (
         {**GOOD, "prompt": "x" * 101},
-        "prompt: got 101 tokens, expected at most 100 (the model's context less rollout.max_new_tokens). "
-        "Shorten it, or lower rollout.max_new_tokens.",
+        "prompt: got 101 tokens, expected at most 100.",
     ),
     "a character has no token": (
         {**GOOD, "prompt": "2 × 2 ="},
@@ -627,3 +627,28 @@ def test_a_run_tells_how_many_problems_are_left_out(held_out: str, told: list[st
     config = replace(config, data=DataConfig(train=str(train), eval=(str(other),)))
     _problems(config, load_tokenizer(tmp_path), notes.append)
     assert notes == told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "",
+            "expected at most 446 (the model's context length 512 less rollout.max_new_tokens). Shorten it, or lower "
+            "rollout.max_new_tokens.",
+        ),
+        (
+            "--train.tokens-per-microbatch 100",
+            "expected at most 35 (train.tokens_per_microbatch x parallel.context less rollout.max_new_tokens). Shorten "
+            "it, or lower rollout.max_new_tokens, or raise that limit.",
+        ),
+    ],
+)
+def test_a_run_tells_which_limit_a_prompt_exceeds(words: str, told: str, tmp_path: Path) -> None:
+    rows = [{**GOOD, "prompt": "1" * 460}, GOOD]
+    train, other = (write_lines(tmp_path / f"{i}.jsonl", row) for i, row in enumerate(rows))
+    make_char_tokenizer(tmp_path)
+    config = load(["quickstart_plain", *words.split()])
+    config = replace(config, data=DataConfig(train=str(train), eval=(str(other),)))
+    with pytest.raises(DataError, match=re.escape(f"prompt: got 460 tokens, {told}")):
+        _problems(config, load_tokenizer(tmp_path))

@@ -24,6 +24,7 @@ from specactor.parallel.layout import (
     longest_text,
     own_device,
     place_engine,
+    prompt_limit,
 )
 from specactor.recipes import load
 from specactor.rollout.drafter_start import check_in_engines, draft_shape
@@ -357,6 +358,27 @@ def test_a_response_that_may_go_on_later_has_less_room(kv: int | None) -> None:
     assert longest_prompt(run, 512) == (kv or 512) - 6 - 64
 
 
+@pytest.mark.parametrize(
+    ("microbatch", "kv", "limit"),
+    [
+        (8192, None, "the model's context length 512"),
+        (300, None, "train.tokens_per_microbatch x parallel.context"),
+        (8192, 300, "rollout.engine.max_total_tokens"),
+    ],
+)
+def test_what_leaves_a_prompt_no_more_room_is_named(microbatch: int, kv: int | None, limit: str) -> None:
+    base = config()
+    engine = replace(base.rollout.engine, max_total_tokens=kv)
+    run = replace(
+        base,
+        rollout=replace(base.rollout, max_new_tokens=64, engine=engine),
+        train=replace(base.train, tokens_per_microbatch=microbatch),
+    )
+    way_out = "." if limit.startswith("the model") else ", or raise that limit."
+    told = f"({limit} less rollout.max_new_tokens). Shorten it, or lower rollout.max_new_tokens"
+    assert f"{prompt_limit(run, 512)}." == told + way_out
+
+
 def test_no_room_for_any_prompt_names_the_limit() -> None:
     base = config()
     run = replace(
@@ -371,6 +393,35 @@ def test_routing_replay_needs_experts() -> None:
     assert check(replayed, 1, MOE).world == 1
     with pytest.raises(ConfigError, match=r"train.routing_replay: got 'r3', expected off for a dense model. It has"):
         check(replayed, 1, DENSE)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            None,
+            "expected a folder with config.json. Give that of a model in Hugging Face format with "
+            "--rollout.speculation.draft-model; nothing is downloaded. Or draft without one: "
+            "--rollout.speculation.mode auto --rollout.speculation.drafters suffix.",
+        ),
+        ("{", "expected the config.json of a language model. It has JSONDecodeError"),
+        ('{"architectures": ["Any"], "mtp_num_layers": 1}', "expected a model without, or MiMo's with one."),
+    ],
+)
+def test_a_folder_without_a_draft_model_is_not_told_of_the_policy(tmp_path: Path, text: str | None, told: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"^rollout\.speculation\.draft_model: got ") as caught:
+        draft_shape(str(tmp_path))
+    assert told in str(caught.value)
+    assert "model.path" not in str(caught.value)
+
+
+def test_drafting_without_a_draft_model_can_be_done_as_that_says() -> None:
+    """In any mode that needs one."""
+    for recipe, *words in (["quickstart"], ["qwen3_8b"], ["qwen3_8b", "--rollout.speculation.mode", "coupled"]):
+        told = ["--rollout.speculation.mode", "auto", "--rollout.speculation.drafters", "suffix"]
+        check_in_engines(load([recipe, *words, *told]), MOE)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ MAX_NEW = 60
 GIVEN_UP = ("Hangs", "Blocks", "BlocksAtTheStart")
 BROKEN = ("Raises", "Exits")
 EXPECTED = "expected a text, or messages with a role and a content each, or a finite number as reward"
-ROOM = "expected 1 to 50 (the model's context less rollout.max_new_tokens)"
+ROOM = "expected 1 to 50"
+LIMIT = "(the model's context length 110 less rollout.max_new_tokens). Shorten it, or lower rollout.max_new_tokens"
 HALF = "surrogates not allowed. Leave such halves of characters out."
 
 
@@ -111,7 +112,8 @@ def rollout(
 
     pending = requests = [request(p.index) for p in problems]
     engines = engines or [FakeEngine(stops_at=stops_at), FakeEngine(stops_at=stops_at)]
-    with kind(requests, problems, tokenizer, timeout_s=timeout_s, max_prompt_tokens=50) as conversations:
+    room: dict[str, Any] = {"max_prompt_tokens": 50, "prompt_limit": LIMIT}
+    with kind(requests, problems, tokenizer, timeout_s=timeout_s, **room) as conversations:
         for _ in range(3):
             driver = Driver(cast("list[Engine]", engines), notify=see, conversations=conversations, **options)
             driver.run(assign(pending, len(engines)))
@@ -283,7 +285,7 @@ def test_enough_groups_end_conversations_that_wait_for_their_environments(tokeni
         ("Nothing", f"step: it returned None of type NoneType, {EXPECTED}"),
         ("Silent", "step: it said '', which has no tokens. Say what the policy is to go on from"),
         ("Mute", f"start: it said 0 tokens, {ROOM}"),
-        ("Long", f"start: it said 51 tokens, {ROOM}"),
+        ("Long", f"start: it said 51 tokens, {ROOM} {LIMIT}"),
         ("TellsHalf", f"step: text: 'utf-8' codec can't encode character '\\ud800' in position 1: {HALF}"),
         ("StartsWithHalf", f"start: text: 'utf-8' codec can't encode character '\\ud800' in position 0: {HALF}"),
         ("LimitsATool", "step: TimeoutError()"),
