@@ -53,13 +53,14 @@ class Memory:
         fullest = max(PHASES, key=needed.__getitem__)
         if needed[fullest] > self.device_bytes:
             parts = sorted(((row.get(fullest, 0.0), name) for name, row in self.rows.items()), reverse=True)
-            most = ", ".join(f"{name} {size / 1e9:.0f}" for size, name in parts[:3])
+            most = ", ".join(f"{name} {taken / 1e9:.0f}" for taken, name in parts[:3])
+            size = "max-total-tokens" if LENT in self.rows else "memory-fraction"
             raise ConfigError.at(
                 "parallel",
                 f"{needed[fullest] / 1e9:.0f} GB per device in phase {fullest} ({most})",
                 f"<= {self.device_bytes / 1e9:.0f} GB",
                 "Use more devices, a larger --parallel.tensor, --parallel.pipeline or --parallel.expert, or a smaller "
-                "--rollout.engine.memory-fraction. All of it: specactor plan RECIPE",
+                f"--rollout.engine.{size}. All of it: specactor plan RECIPE",
             )
 
 

@@ -394,7 +394,9 @@ def test_a_pool_has_no_more_than_is_there() -> None:
 
 def test_where_lent_drafters_do_not_fit_a_run_is_refused() -> None:
     memory_of(lending(), 8, H100, 8).check()
-    with pytest.raises(ConfigError, match=r"^parallel: got \d+ GB per device in phase rollout \(.*lent drafter \d+"):
+    with pytest.raises(
+        ConfigError, match=r"^parallel: got .\d+ GB per device in phase rollout \(lent drafter 50, .*max-total-"
+    ):
         memory_of(lending("--rollout.engine.max-total-tokens", "400000"), 8, H100, 8).check()
 
 
