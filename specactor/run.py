@@ -147,9 +147,10 @@ def _checked(config: Config, world: int) -> Layout:
     check_tokenizers(config)
     check_drafters(config.rollout.speculation)
     check_extra_args(config.rollout.engine)
-    for own in gpus()[:1]:
+    visible = gpus()
+    for own in visible[:1]:
         with suppress(PlanError):  # of a model that is built in another way, nobody can say
-            memory_of(config, world, own.memory_bytes).check()
+            memory_of(config, world, own.memory_bytes, len(visible)).check()
     return layout
 
 
@@ -209,9 +210,9 @@ def _build(job: _Job, layout: Layout) -> SpecActor:
         config = with_draft_model(config, base, train_data, tokenizer, collective, progress)
         job = replace(job, config=config)
         return_unused()  # the warm-up's trainer is gone
-    pool, drafters = _start_engines(job, start)
-    devices = DeviceMemory(collective, pool, is_shared=bool(gpus()))
     with progress.phase("engines", announce=True):
+        pool, drafters = _start_engines(job, start)
+        devices = DeviceMemory(collective, pool, is_shared=bool(gpus()))
         trainer = devices.start(
             lambda: PolicyTrainer(config, layout, base, critic=Critic.of(config, layout, base)),
             others=[("drafter start", drafters.wait_ready)],

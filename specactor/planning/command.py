@@ -163,7 +163,7 @@ def show_memory(argv: Sequence[str], console: Console) -> None:
     parser.add_argument("--device", default=PlanOptions.device)
     options, rest = parser.parse_known_args(argv)
     config, gpu = load(rest, prog=PROG), device(options.device)
-    found = memory_of(config, options.devices, gpu.memory_bytes)
+    found = memory_of(config, options.devices, gpu.memory_bytes, gpu.node_devices)
     of_host = host_memory_of(config, options.devices, gpu.node_devices)
     console.print(_memory_table(f"{config.name}: GB on each of {options.devices} {gpu.name}", found))
     console.print(_memory_table(f"GB in the memory of a host with {min(options.devices, gpu.node_devices)}", of_host))

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from specactor.config import Config, DraftTrainingConfig
+from specactor.config import Config, DraftTrainingConfig, EngineConfig
 from specactor.config.rollout import DRAFT_ROWS, SPLIT
 from specactor.config.speculation import MADE_BY_WARM_UP, WARM_UP_HEAD
 from specactor.config.train import HEAD_STEPS, PART_LOGITS
 from specactor.errors import ConfigError
 from specactor.parallel.layout import Layout, ModelShape, check, longest_text, stage_layers
 from specactor.planning.model_shapes import SHAPES, TransformerShape
+from specactor.rollout.sglang.draft_slots import BLOCK_TOKENS
 from specactor.weights_sync.buckets import ELEMENT_BYTES as BYTES
 
 Phase = Literal["rollout", "train", "sync"]
@@ -30,6 +31,7 @@ ADAM_BYTES = {"float32": 8, "bfloat16": 4, "host": 8}  # both moments, by train.
 MAIN_WEIGHT_BYTES = BYTES["float32"]  # beside parameters that are not float32 themselves
 DRAFT_BYTES = BYTES["float32"] + ADAM_BYTES["float32"]  # of a draft model's weight that learns, and its moments
 MICRO_BATCH = "draft micro-batch"  # what it takes beyond the policy's
+LENT = "lent drafter"
 ESTIMATED = ("activations", "logits", MICRO_BATCH, "overhead")  # no line of code allocates them as they stand here
 
 
@@ -51,13 +53,14 @@ class Memory:
         fullest = max(PHASES, key=needed.__getitem__)
         if needed[fullest] > self.device_bytes:
             parts = sorted(((row.get(fullest, 0.0), name) for name, row in self.rows.items()), reverse=True)
-            most = ", ".join(f"{name} {size / 1e9:.0f}" for size, name in parts[:3])
+            most = ", ".join(f"{name} {taken / 1e9:.0f}" for taken, name in parts[:3])
+            size = "max-total-tokens" if LENT in self.rows else "memory-fraction"
             raise ConfigError.at(
                 "parallel",
                 f"{needed[fullest] / 1e9:.0f} GB per device in phase {fullest} ({most})",
                 f"<= {self.device_bytes / 1e9:.0f} GB",
                 "Use more devices, a larger --parallel.tensor, --parallel.pipeline or --parallel.expert, or a smaller "
-                "--rollout.engine.memory-fraction. All of it: specactor plan RECIPE",
+                f"--rollout.engine.{size}. All of it: specactor plan RECIPE",
             )
 
 
@@ -75,17 +78,20 @@ def _of_rounds(
     kept = 4.0 * rows * sum({model.vocab for model in (shape, *drafts)})
     in_graphs = 0.0
     for model, most in ((shape, rows), *((draft, of_drafts) for draft in drafts)):
-        if engine.attention_on(gpu=True)["attention_backend"] in ("triton", "tiles"):
-            parts = -(-context // SPLIT) * model.heads / tensor
-            of_keys = 8.0 * context + 4.0 * parts * model.head_dim
-        else:
-            of_keys = 4.0 * context
-        kept += most * of_keys + (width * rows * model.vocab if tensor > 1 else 0)
+        kept += most * _of_keys(engine, context, model, tensor) + (width * rows * model.vocab if tensor > 1 else 0)
         in_graphs += most * width * model.vocab / tensor
     return {
         "rows of rounds": dict.fromkeys(PHASES, kept),
         "logits in graphs": dict.fromkeys(("rollout", "sync"), in_graphs),
     }
+
+
+def _of_keys(engine: EngineConfig, context: int, model: TransformerShape, tensor: int = 1) -> float:
+    """Return the bytes that attention keeps for a row: places of keys, and what parts of them give."""
+    if engine.attention_on(gpu=True)["attention_backend"] not in ("triton", "tiles"):
+        return 4.0 * context
+    parts = -(-context // SPLIT) * model.heads / tensor
+    return 8.0 * context + 4.0 * parts * model.head_dim
 
 
 def of_job(
@@ -115,7 +121,7 @@ def of_job(
         # 10 bytes of each: in bfloat16, twice, in float32 for the loss, and its gradient
         "logits": {"train": 10 * (1 + shape.mtp_layers) * tokens * shape.vocab / layout.tensor},
         "policy, engine": {"rollout": weights, "sync": weights},
-        "keys and values": dict.fromkeys(("rollout", "sync"), max(0.0, static - weights)),
+        "keys and values": dict.fromkeys(("rollout", "sync"), _pool(config, static - weights, [shape])),
         **_of_rounds(config, shape, drafts),
         "buckets": {"sync": buckets},
         # of CUDA contexts of a rank and an engine rank, NCCL's buffers and fragmentation: assumed
@@ -129,14 +135,23 @@ def of_job(
         # The policy's comes before it, and has given back what it took.
         more = _draft_microbatch(config, learns) - rows["activations"]["train"] - rows["logits"]["train"]
         rows[MICRO_BATCH] = {"train": max(0.0, more)}
-    rows |= _of_drafting(config, shape, drafts, max(0.0, static - weights))
+    rows |= _of_drafting(config, shape, drafts, static - weights)
     return Memory(rows=rows, device_bytes=device_bytes)
+
+
+def _pool(config: Config, left: float, models: Sequence[TransformerShape], states: float = 0.0) -> float:
+    """Return what an engine rank's pool takes of what is left for it: all, or what so many tokens take."""
+    tokens, width = config.rollout.engine.max_total_tokens, BYTES[config.model.dtype]
+    tensor = config.parallel.engine_tensor
+    # Ranks beyond the key-value heads have copies of them.
+    keys = sum(replace(of, param_bytes=width).kv_bytes_per_token / min(tensor, of.kv_heads) for of in models)
+    return max(0.0, left if tokens is None else min(left, tokens * (keys + states)))
 
 
 def _of_drafting(
     config: Config, shape: TransformerShape, drafts: Sequence[TransformerShape], pool: float
 ) -> dict[str, dict[Phase, float]]:
-    """Return what an engine's draft models take of a pool that was the policy's."""
+    """Return what an engine's draft models take of what was left for the policy's pool."""
     mtp = shape.mtp_layers if config.rollout.speculation.uses_mtp else 0
     if not drafts and not mtp:
         return {}
@@ -144,15 +159,45 @@ def _of_drafting(
     # Their keys and values are in the same pool (`draft_runner`); weights are there before the pool is made.
     in_all = sum(draft.weights_bytes for draft in drafts) + (width * shape.mtp_params if mtp else 0)
     drafter = in_all / config.parallel.engine_tensor
-    pool = max(0.0, pool - drafter)
     # So are the hidden states that a head, or an MTP layer, reads.
     states = width * (sum(draft.reads for draft in drafts) + mtp * shape.hidden)
-    keys = sum(of.kv_bytes_per_token for of in (replace(shape, layers=shape.layers + mtp), *drafts))
+    models = [replace(shape, layers=shape.layers + mtp), *drafts]
+    pool = _pool(config, pool - drafter, models, states)
+    keys = sum(of.kv_bytes_per_token for of in models)
     of_states = pool * states / (keys + states)
     taken = {"draft model" if drafts else "MTP layer": drafter, "keys and values": pool - of_states}
     if states:
         taken["hidden states"] = of_states
     return {name: dict.fromkeys(("rollout", "sync"), number) for name, number in taken.items()}
+
+
+def _of_lending(config: Config, policy: TransformerShape, device_bytes: float, engines: int) -> dict[Phase, float]:
+    """Return what a drafter process takes of an engine's first GPU, of so many on its host: awake beside all that the
+    engine has, which keeps its pool; asleep what SGLang does not release."""
+    engine, draft = config.rollout.engine, _lent(config, policy)
+    requests = engines * engine.max_running_requests
+    # As `DraftBackend` asks for, whole on one device.
+    tokens = (engine.max_total_tokens or 0) + requests * BLOCK_TOKENS
+    left = engine.memory_fraction * device_bytes - draft.weights_bytes
+    pool = max(0.0, min(left, tokens * draft.kv_bytes_per_token))
+    rows = max(requests, DRAFT_ROWS)
+    kept = rows * (4.0 * draft.vocab + _of_keys(EngineConfig(), longest_text(config, sys.maxsize), draft))
+    in_graphs = rows * draft.param_bytes * draft.vocab
+    return {"rollout": draft.weights_bytes + pool + kept + in_graphs, "train": kept, "sync": kept}
+
+
+def _lent(config: Config, policy: TransformerShape) -> TransformerShape:
+    """Return the one draft model of processes that have no devices."""
+    [name] = config.rollout.speculation.in_processes.values()
+    return replace(_draft(policy, name), param_bytes=BYTES[config.model.dtype])
+
+
+def _lenders(config: Config, devices: int) -> int:
+    """Return the most engines of a host with so many GPUs that have a drafter asleep on theirs."""
+    engines = min(config.parallel.engines, devices // config.parallel.engine_tensor)
+    # One alone has nobody to draft for; without a size no drafter starts on GPUs (`drafter_start.make_specs`).
+    lends = config.lends_devices and engines >= 2 and config.rollout.engine.max_total_tokens is not None
+    return engines if lends else 0
 
 
 def _of_draft_training(config: Config, layout: Layout, draft: TransformerShape) -> dict[Phase, float]:
@@ -188,12 +233,15 @@ def host_memory_of(config: Config, ranks: int, devices: int) -> Memory:
     optimizer = learning * hosted * optimizer_bytes(config, shape, layout)
     gradients = GRADIENT_BYTES / (ADAM_BYTES["host"] + MAIN_WEIGHT_BYTES) * optimizer  # copies, for Adam to read
     on_host = config.train.optimizer_state == "host"
+    lenders = _lenders(config, hosted)
+    asleep = dict.fromkeys(PHASES, lenders * float(_lent(config, shape).weights_bytes)) if lenders else {}
     rows: dict[str, dict[Phase, float]] = {
         # In bfloat16 it is in locked memory, which is kept, while engines have the devices.
         "optimizer": dict.fromkeys(PHASES, optimizer) if width < 4 else {},
         "gradients": dict.fromkeys(PHASES, gradients) if on_host else {},
         "reference": dict.fromkeys(PHASES, width * held * hosted) if config.algorithm.kl_coef else {},
         "draft model, trainer": _on_hosts(config, shape, hosted),
+        LENT: asleep,
         "buckets": dict.fromkeys(PHASES, 2.0 * config.weights_sync.bucket_bytes * hosted),
         # What its ranks hand over and, as mirrors, what other hosts do; in a first push what is kept of that. Where
         # there is no room for it, weights go through the buckets alone.
@@ -257,12 +305,15 @@ def activations(config: Config, layout: Layout, shape: TransformerShape, tokens:
     return {"none": all_of_it, "selective": all_of_it, "full": layers * between + one}[config.train.recompute]
 
 
-def memory_of(config: Config, ranks: int, device_bytes: float) -> Memory:
-    """Return the memory of a recipe's devices, one per rank. Raises ConfigError for an impossible layout, PlanError for
-    an unknown shape."""
+def memory_of(config: Config, ranks: int, device_bytes: float, host_devices: int = sys.maxsize) -> Memory:
+    """Return the memory of a recipe's devices, one per rank, on hosts with so many. Raises ConfigError for an
+    impossible layout, PlanError for an unknown shape."""
     layout, shape = _layout(config, ranks)
     drafts = [_draft(shape, name) for name in config.rollout.speculation.in_engines.values()]
-    return of_job(config, layout, shape, device_bytes, drafts, _learns(config, shape))
+    memory = of_job(config, layout, shape, device_bytes, drafts, _learns(config, shape))
+    if not (engines := _lenders(config, min(ranks, host_devices))):
+        return memory
+    return replace(memory, rows={**memory.rows, LENT: _of_lending(config, shape, device_bytes, engines)})
 
 
 def _learns(config: Config, policy: TransformerShape) -> TransformerShape | None:

@@ -306,9 +306,10 @@ def start_drafters(
     log_dir: Path,
     note: Callable[[str], None],
 ) -> tuple[DrafterPool, Callable[[int], DrafterAccess]]:
-    """Start this host's drafters on its first rank; return them, and how an engine reaches its drafters.
+    """Start this host's drafters on its first rank; return them, and how an engine reaches its drafters. On GPUs of
+    engines they are asleep by then.
 
-    Collective. Raises ConfigError on every rank.
+    Collective. Raises ConfigError on every rank, and EngineError as `DrafterPool.wait_ready`.
 
     Args:
         places: each engine's starting rank and first device.
@@ -332,6 +333,9 @@ def start_drafters(
     )
     own, addresses = with_keys(specs)
     pool = stack.enter_context(DrafterPool(own, on_gpus=host.has_gpus))
+    if config.lends_devices and host.has_gpus:
+        # SGLang sizes a pool by what is free: engines look at a GPU when its drafter has given back what it took.
+        collective.together("drafter start", pool.wait_ready)
     offers = list(zip(views, collective.gather(addresses, tuple[Address, ...]), strict=True))
     return pool, lambda engine: access(config, offers, host=own_host, engine=engine)
 

@@ -19,6 +19,7 @@ from specactor.errors import ConfigError
 from specactor.parallel.layout import Layout, longest_text
 from specactor.planning.command import show_memory
 from specactor.planning.memory import (
+    LENT,
     MICRO_BATCH,
     PHASES,
     Memory,
@@ -344,3 +345,72 @@ def test_an_mtp_layer_is_counted_where_it_learns_and_where_it_drafts(tmp_path: P
     assert pool + rows["MTP layer"]["rollout"] == pytest.approx(learns.rows["keys and values"]["rollout"])
     keys = 37 * 2 * 8 * 128 * 2
     assert rows["hidden states"]["rollout"] == pytest.approx(pool * states / (keys + states))
+
+
+def lending(*words: str) -> Config:
+    """Two engines of two GPUs, or as `words` say, on whose first ones drafters sleep."""
+    drafting = ["--rollout.speculation.mode", "decoupled", "--rollout.speculation.drafters", "suffix"]
+    size = ["--parallel.engines", "2", "--rollout.engine.max-total-tokens", "100000"]
+    return load(["qwen3_8b", *drafting, *size, "--distillation.refresh", "0", *words])
+
+
+def test_a_drafter_on_an_engines_gpu_is_counted_beside_all_of_the_engine() -> None:
+    """Weights and a pool as long as the engine's, with 32 places for each request of both; 512 rows with logits and
+    lists of keys, which stay. The engine's pool is as long as it is set to be, and not all that is left. Asleep
+    weights are on the host."""
+    draft, policy = SHAPES["Qwen3-0.6B"], SHAPES["Qwen3-8B"]
+    config = lending()
+    requests, context = config.rollout.engine.max_running_requests, longest_text(config, 40_960)
+    memory, on_host = memory_of(config, 8, H100, 8), host_memory_of(config, 8, 8)
+    assert config.parallel.engine_tensor == 2
+    assert memory.rows["keys and values"]["rollout"] == 100_000 * policy.kv_bytes_per_token / 2
+    kept = 512 * (4 * draft.vocab + 8 * context + 4 * 64 * 16 * 128)
+    assert 2 * requests <= 512
+    assert 16_000 < context <= 16_384
+    pool = (100_000 + 2 * requests * 32) * draft.kv_bytes_per_token
+    awake = draft.weights_bytes + pool + kept + 512 * 2 * draft.vocab
+    assert memory.rows[LENT] == {"rollout": awake, "train": kept, "sync": kept}
+    assert on_host.rows[LENT] == dict.fromkeys(PHASES, 2 * draft.weights_bytes)
+    four = lending("--parallel.engines", "4")
+    assert host_memory_of(four, 8, 4).rows[LENT] == on_host.rows[LENT], "two on each of two hosts"
+    assert host_memory_of(four, 8, 8).rows[LENT] == dict.fromkeys(PHASES, 4 * draft.weights_bytes)
+
+
+def test_a_pool_has_no_more_than_is_there() -> None:
+    long = "--rollout.engine.max-total-tokens", "100000000"
+    config = lending(*long)
+    memory, whole = memory_of(config, 8, H100, 8), memory_of(load(["qwen3_8b"]), 8, H100).rows
+    static, kept = config.rollout.engine.memory_fraction * H100, memory.rows[LENT]["train"]
+    graphs = 512 * 2 * SHAPES["Qwen3-0.6B"].vocab
+    assert memory.rows[LENT]["rollout"] == pytest.approx(static + kept + graphs)
+    of_engine = sum(memory.rows[name]["rollout"] for name in ("policy, engine", "keys and values"))
+    assert of_engine == pytest.approx(static)
+    drafting = load(["qwen3_8b", *long])
+    assert memory_of(drafting, 8, H100).rows["keys and values"] == whole["keys and values"]
+    short = load(["qwen3_8b", "--rollout.engine.max-total-tokens", "100000"])
+    of_both = SHAPES["Qwen3-8B"].kv_bytes_per_token + SHAPES["Qwen3-0.6B"].kv_bytes_per_token
+    assert memory_of(short, 8, H100).rows["keys and values"]["rollout"] == pytest.approx(100_000 * of_both / 2)
+
+
+def test_where_lent_drafters_do_not_fit_a_run_is_refused() -> None:
+    memory_of(lending(), 8, H100, 8).check()
+    with pytest.raises(
+        ConfigError, match=r"^parallel: got .\d+ GB per device in phase rollout \(lent drafter 50, .*max-total-"
+    ):
+        memory_of(lending("--rollout.engine.max-total-tokens", "400000"), 8, H100, 8).check()
+
+
+@pytest.mark.parametrize(
+    ("words", "host_devices"),
+    [
+        ((), 2),
+        (("--rollout.engine.max-total-tokens", "None"), 8),
+        (("--rollout.speculation.mode", "off"), 8),
+        (("--parallel.drafters", "1"), 8),
+    ],
+    ids=["one engine per host", "no size, which is refused", "nobody drafts", "devices of their own"],
+)
+def test_a_drafter_that_sleeps_nowhere_is_not_counted(words: tuple[str, ...], host_devices: int) -> None:
+    config = lending(*words)
+    assert LENT not in memory_of(config, 8, H100, host_devices).rows
+    assert LENT not in host_memory_of(config, 8, host_devices).rows

@@ -4,15 +4,16 @@ where those that it serves reach it, and no engine speaks in another's name. Mis
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
 
-from specactor.config import Config
+from specactor.config import Config, EngineConfig, ParallelConfig
 from specactor.parallel.failure import Member
 from specactor.parallel.layout import place_engine
 from specactor.rollout import drafter_start
@@ -67,26 +68,34 @@ class Started:
 
     specs: Sequence[DrafterSpec] = ()
     access_of: Callable[[int], DrafterAccess] = field(default=lambda engine: DrafterAccess())
+    seen: object = None  # when engines may start
 
 
-def start(config: Config, folder: Path, stacks: Sequence[ExitStack]) -> list[Started]:
+def start(
+    config: Config,
+    folder: Path,
+    stacks: Sequence[ExitStack],
+    *,
+    members: Sequence[Member] = MEMBERS,
+    look: Callable[[], object] = lambda: None,
+) -> list[Started]:
     """By rank."""
-    p, ranks, started = config.parallel, Ranks(len(MEMBERS)), [Started() for _ in MEMBERS]
-    views, local_ranks = [member.view for member in MEMBERS], [member.local_rank for member in MEMBERS]
-    size = p.engine_tensor
-    places = [place_engine(i, views, local_ranks, engine_tensor=size, pooled=False) for i in range(p.engines)]
+    p, ranks, started = config.parallel, Ranks(len(members)), [Started() for _ in members]
+    views, local_ranks = [member.view for member in members], [member.local_rank for member in members]
+    size, pooled = p.engine_tensor, config.lends_devices
+    places = [place_engine(i, views, local_ranks, engine_tensor=size, pooled=pooled) for i in range(p.engines)]
 
     def run(rank: int) -> None:
         specs, access_of = drafter_start.start_drafters(
-            *(config, cast(Any, Collective(rank, ranks)), MEMBERS, places, stacks[rank]),
+            *(config, cast(Any, Collective(rank, ranks)), members, places, stacks[rank]),
             head="127.0.0.1",
             max_position=30,
             log_dir=folder,
             note=lambda text: None,
         )
-        started[rank] = Started(cast(Any, specs), access_of)
+        started[rank] = Started(cast(Any, specs), access_of, look())
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(MEMBERS))]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(members))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -127,6 +136,45 @@ def check(folder: Path, monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> Non
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_drafters_are_where_engines_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     check(tmp_path, monkeypatch, **SETTINGS[setting])
+
+
+class Drafters(AbstractContextManager["Drafters"]):
+    """They have pools on their devices until they sleep."""
+
+    def __init__(self, specs: Sequence[DrafterSpec], *, on_gpus: bool) -> None:
+        self.awake = {spec.device for spec in specs}
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_ready(self) -> None:
+        time.sleep(0.1)
+        self.awake.clear()
+
+
+@pytest.mark.parametrize(("on_gpus", "awake"), [(True, set[int]()), (False, {0, 1})])
+def test_on_gpus_engines_find_drafters_asleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpus: bool, awake: set[int]
+) -> None:
+    """On all ranks, each of which has a device of an engine. SGLang takes a share of what is free."""
+    base = spread(tmp_path)
+    engine = EngineConfig(max_total_tokens=100)
+    config = replace(base, parallel=ParallelConfig(engines=2), rollout=replace(base.rollout, engine=engine))
+    members = [Member(machine="m", pid=i, visible="0,1", local_rank=i) for i in range(2)]
+    pools: list[Drafters] = []
+
+    def made(specs: Sequence[DrafterSpec], **named: Any) -> Drafters:
+        pools.append(Drafters(specs, **named))
+        return pools[-1]
+
+    monkeypatch.setattr(drafter_start, "DrafterPool", made)
+    monkeypatch.setattr(drafter_start, "numbers", lambda: (0, 1))
+    monkeypatch.setattr(drafter_start, "gpus", lambda: (0, 1) if on_gpus else ())
+    with ExitStack() as outer:
+        stacks = [outer.enter_context(ExitStack()) for _ in members]
+        started = start(
+            config, tmp_path, stacks, members=members, look=lambda: {d for pool in pools for d in pool.awake}
+        )
+    assert [each.seen for each in started] == [awake, awake]
 
 
 def keys_of_the_first(config: Config, offers: Sequence[Offer], **of: Any) -> DrafterAccess:
