@@ -314,14 +314,15 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         close = getattr(conversation.environment, "close", None)
 
         async def closed() -> None:
-            if close is not None and inspect.isawaitable(found := close()):
+            if inspect.isawaitable(found := close()):
                 await found
 
         conversation.is_closing = close is not None
         with contextlib.suppress(BaseException):  # it takes what `drop` may have cancelled when the call was over
             loop.run_until_complete(asyncio.sleep(0))
         try:
-            loop.run_until_complete(_bounded(closed, self._timeout_s))
+            if close is not None:
+                loop.run_until_complete(_bounded(closed, self._timeout_s))
         except BaseException as error:  # code of others; the conversation is over, whatever it does
             self._unreleased(_told(conversation, "close", error))
         conversation.is_closing = False
