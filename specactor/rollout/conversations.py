@@ -311,7 +311,7 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
 
     def _close(self, conversation: _Conversation, loop: asyncio.AbstractEventLoop) -> None:
         """Let the environment release what it holds, and end what it left running."""
-        close = getattr(conversation.environment, "close", None)
+        close: Any = getattr(conversation.environment, "close", None)
 
         async def closed() -> None:
             if inspect.isawaitable(found := close()):
