@@ -5,7 +5,8 @@
 The child has bounds on processor time, memory, wall time and output; it has no network, neither writes nor removes
 files, and whatever it starts ends with it. It reads what its user may read but for /tmp and /run, where other processes
 have their sockets, so run it as a user who may read little. What it prints is untrusted: it reaches the model as text,
-and cannot become a special token.
+and cannot become a special token. A child ends with its call; an environment that keeps one for a whole conversation
+ends it in `async def close(self)`.
 """
 
 import asyncio

@@ -143,6 +143,13 @@ class Progress:
                     self.problems.setdefault(name, []).append(problem)
                     self.note(f"drafter {name}: {problem}. That costs speed, and changes no token.")
 
+    def unreleased(self, why: Sequence[str]) -> None:
+        """Print how many environments' `close` failed since the last call, and the first failure."""
+        if why:
+            self.note(
+                f"environments: `close` failed {len(why)} times, so what they hold may be left; the first: {why[0]}"
+            )
+
     def step_line(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Print the line of a finished step; step 0 is the evaluation before the first."""
         now = self._clock()

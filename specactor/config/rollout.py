@@ -192,8 +192,8 @@ class RolloutConfig:
     environment_timeout_s: float = 60.0
     """Longest that an environment or a verifier may take for one answer; then its response has failed."""
     noise_visits: int = 1
-    """Visits of a problem, one per epoch of its set, in which a sample keeps its noise, but where a step asks twice; 1:
-    none does. With more, the drafter ``previous`` is right more often, and samples depend on noise that the weights
+    """Epochs in a row in which a problem's i-th sample has the same noise, unless one step draws it twice; 1: always
+    fresh noise. With more, the drafter ``previous`` is right more often, and samples depend on noise that the weights
     have learned from. In a conversation what comes after the first other text has other noise."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

@@ -36,9 +36,9 @@ class ParallelConfig:
     drafters: int = 0
     """Drafter processes of each host, for mode decoupled, or decoupled among the drafters, of rollout.speculation. They
     are on the devices (without GPUs, cores) after those of its ranks, and then from the first one again.
-    0: one sleeps on each engine's device that no other engine has, and when that has run dry it drafts for the others
-    that the same rank drives, until the rollout ends, if that is predicted to pay. On GPUs it must fit beside the
-    engine: set rollout.engine.max_total_tokens, which is also its room."""
+    0: one sleeps beside each engine that has a device of its own; once that engine has no requests left, it drafts for
+    the rank's other engines until the rollout ends, if that is predicted to pay. On GPUs it must fit beside the engine:
+    set rollout.engine.max_total_tokens, which is also its room."""
     drafter_hosts: tuple[int, ...] = ()
     """Empty: each host has drafter processes, for its own engines. Else those that have them, by number (0 has rank 0,
     others follow in the order of ranks), for the engines of all hosts, by load. Then they listen on TCP where there are

@@ -20,7 +20,8 @@ Said = str | Sequence[Message]  # a text is taken as it is; messages go through 
 
 
 class Environment(Protocol):
-    """What the policy talks to. ``async def close(self)``, if any, is called when the conversation is over."""
+    """What the policy talks to. ``async def close(self)``, if any, is called when the conversation is over, however it
+    ends, to release what it holds; its failure is told, and changes no reward."""
 
     async def start(self, problem: Problem) -> Said:
         """Return what the policy sees first."""

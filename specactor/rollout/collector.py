@@ -48,6 +48,7 @@ class RolloutStats:
     drafter_work: list[tuple[float, int]]  # per process: seconds of drafting; frames, requests and connections dropped
     drafters_woken: int  # on devices of engines that had run dry
     groups_moved: int  # begun in place of another rank's, whose engines were full
+    unreleased: list[str]  # whose `close` failed, of environments and agents, and why
     spans: dict[str, dict[str, list[Span]]]  # by host and process; hosts' clocks are unrelated
 
     @classmethod
@@ -61,6 +62,7 @@ class RolloutStats:
             drafter_work=[work for part in parts for work in part.drafter_work],
             drafters_woken=sum(part.drafters_woken for part in parts),
             groups_moved=sum(part.groups_moved for part in parts),
+            unreleased=[why for part in parts for why in part.unreleased],
             spans=spans,
         )
 
@@ -95,7 +97,7 @@ class RolloutCollector:
         self.left: list[resume.OpenGroup] = []  # begun in the last step, and not learned from
         self.open_tokens = 0  # begun of their other responses
         self.num_failed = self.num_unscored = 0  # of the last step: conversations, and responses whose verifier failed
-        self._first_failure = ""
+        self._first_failure, self._unreleased = "", list[str]()
         self._warned: set[str] = set()  # verifiers' kinds of failures that were reported
         self._drafters_woken = self._groups_moved = 0
         self.drawn: dict[str, float] = {}
@@ -107,8 +109,7 @@ class RolloutCollector:
 
         Raises DataError when failures have left none.
         """
-        self.num_failed = self.num_unscored = 0
-        self.drawn = {}
+        self.num_failed, self.num_unscored, self.drawn = 0, 0, {}
         if self.config.algorithm.dynamic_sampling != "off":
             groups = self._collect_teaching(step)
         elif self.config.rollout.oversample > 1:
@@ -251,6 +252,7 @@ class RolloutCollector:
         own = self.collective.together("stats", partial(self._own_stats, trace))
         stats = RolloutStats.total(self.collective.gather(own, RolloutStats))
         self.progress.drafter_problems(stats.counts)
+        self.progress.unreleased(stats.unreleased)
         return stats
 
     def _own_stats(self, trace: bool) -> RolloutStats:
@@ -264,6 +266,7 @@ class RolloutCollector:
             drafter_work=[(of.busy_s, sum(of.drops.values())) for of in work.values()],
             drafters_woken=woken,
             groups_moved=moved,
+            unreleased=[self._unreleased.pop(0) for _ in self._unreleased[:]],
             spans={self.host: spans | {name: of.spans for name, of in work.items()}},
         )
 
@@ -320,6 +323,7 @@ class RolloutCollector:
             timeout_s=self.config.rollout.environment_timeout_s,
             max_prompt_tokens=self.max_prompt_tokens,
             prompt_limit=self.prompt_limit,
+            unreleased=self._unreleased.append,
         )
         waiting.begin = lambda new: conversations.add(new, list(map(problem_of, new)))
         if refill is not None:
@@ -471,10 +475,7 @@ class RolloutCollector:
             self.progress.note("The problems to learn from are as many as at the checkpoint, but others: data changed.")
         if self.config.rollout.partial:
             restored = resume.restored(state.get("open_groups", []), group_size=self.config.rollout.group_size)
-            scored = [
-                replace(group, finished={name: samples.packed(t) for name, t in group.finished.items()})
-                for group in restored
-            ]
+            scored = [replace(g, finished={n: samples.packed(t) for n, t in g.finished.items()}) for g in restored]
             sampling, replays = sampling_of(self.config.rollout), self.config.train.routing_replay == "r3"
             self.open_groups, others = resume.begun_again(scored, sampling, with_experts=replays)
             if others:

@@ -4,13 +4,15 @@ A turn is a request whose prompt is the conversation so far, token in, token out
 seed and positions, so no token depends on where turns are cut, or on engines.
 
 Invariants: a conversation holds the sampled tokens and what was said between; an environment has one call at a time,
-which ends in time or is given up; a failure says why; nothing is left but a thread that an environment blocks.
+which ends in time or is given up; a failure says why, also of `close`; nothing is left but a thread that an
+environment blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import queue
 import threading
 import time
@@ -64,6 +66,7 @@ class _Conversation:
     lock: threading.Lock = field(default_factory=threading.Lock)
     busy: bool = False  # a thread has the loop
     abandoned: bool = False  # the thread that has the loop is to close it
+    is_closing: bool = False  # its `close` has not returned
 
 
 class Conversations(contextlib.AbstractContextManager["Conversations"]):
@@ -78,13 +81,15 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         timeout_s: float,
         max_prompt_tokens: int,
         prompt_limit: str = "",
+        unreleased: Callable[[str], object] = lambda why: None,
     ) -> None:
         """Begin the conversations of `requests`, if their problem has an environment, whose calls get `timeout_s`.
-        `prompt_limit` says why `max_prompt_tokens`."""
+        `prompt_limit` says why `max_prompt_tokens`; `unreleased` is told, by other threads and maybe later, of each
+        environment whose `close` fails."""
         self._tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, max_prompt_tokens
-        self._limit = prompt_limit
+        self._limit, self._unreleased = prompt_limit, unreleased
         self._patience_s = timeout_s + MOMENT_S  # until a call that ignores its cancellation is given up
-        self._threads: list[threading.Thread] = []
+        self._closing: list[tuple[threading.Thread, _Conversation]] = []
         # by time, since all calls have as long; outdated ones are skipped
         self._deadlines: deque[tuple[float, str]] = deque()
         self._endpoint: Endpoint | None = None
@@ -105,8 +110,10 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         for name in list(self._open):
             self.drop(name)
         until = time.monotonic() + self._patience_s
-        for thread in self._threads:
+        for thread, conversation in self._closing:
             thread.join(max(0.0, until - time.monotonic()))
+            if conversation.is_closing:  # it blocks its thread
+                self._unreleased(_told(conversation, "close", _OverdueError()))
         if self._endpoint is not None:
             self._endpoint.close()
 
@@ -210,7 +217,7 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
                 conversation.busy = False
             ended(value, error)
             if conversation.abandoned and conversation.loop is not None:
-                _close(conversation.loop, conversation.environment, self._timeout_s)
+                self._close(conversation, conversation.loop)
 
         try:
             threading.Thread(target=work, name="environment", daemon=True).start()
@@ -229,9 +236,7 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         try:
             found = take(conversation, answer)
         except Exception as error:  # of what code of others said; other conversations go on
-            why = str(error) if isinstance(error, DataError) else repr(error)
-            why = f"{conversation.problem.verifier}: {method}: {why:.300}"
-            return self._end(conversation, failure=why.encode(errors="backslashreplace").decode())
+            return self._end(conversation, failure=_told(conversation, method, error))
         return self._end(conversation, reward=found) if isinstance(found, float) else found
 
     def _take_of_environment(self, conversation: _Conversation, answer: EnvironmentAnswer) -> RolloutRequest | float:
@@ -296,11 +301,34 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
             if conversation.abandoned and conversation.session is not None and conversation.loop is not None:
                 conversation.loop.call_soon_threadsafe(_cancel, conversation.loop)
         if conversation.loop is not None and not conversation.abandoned:
-            arguments = (conversation.loop, conversation.environment, self._timeout_s)
-            thread = threading.Thread(target=_close, args=arguments, name="environment", daemon=True)
-            with contextlib.suppress(RuntimeError):
+            arguments = (conversation, conversation.loop)
+            thread = threading.Thread(target=self._close, args=arguments, name="environment", daemon=True)
+            try:
                 thread.start()
-                self._threads.append(thread)
+                self._closing.append((thread, conversation))
+            except RuntimeError as error:
+                conversation.loop.close()  # at least its files
+                if hasattr(conversation.environment, "close"):
+                    self._unreleased(_told(conversation, "close", error))
+
+    def _close(self, conversation: _Conversation, loop: asyncio.AbstractEventLoop) -> None:
+        """Let the environment release what it holds, and end what it left running."""
+        close: Any = getattr(conversation.environment, "close", None)
+
+        async def closed() -> None:
+            if inspect.isawaitable(found := close()):
+                await found
+
+        conversation.is_closing = close is not None
+        with contextlib.suppress(BaseException):  # it takes what `drop` may have cancelled when the call was over
+            loop.run_until_complete(asyncio.sleep(0))
+        try:
+            if close is not None:
+                loop.run_until_complete(_bounded(closed, self._timeout_s))
+        except BaseException as error:  # code of others; the conversation is over, whatever it does
+            self._unreleased(_told(conversation, "close", error))
+        conversation.is_closing = False
+        _end_loop(loop, self._timeout_s)
 
     def _go_on(self, conversation: _Conversation, said: Said) -> RolloutRequest | float:
         """Return the next turn; without room for one, the reward."""
@@ -353,12 +381,24 @@ class _OverdueError(TimeoutError):
     """A call took longer than `rollout.environment_timeout_s`."""
 
 
+def _told(conversation: _Conversation, method: str, error: BaseException) -> str:
+    """Return in one line what an environment did."""
+    why = type(error).__name__
+    with contextlib.suppress(Exception):  # of an error that cannot be told
+        why = str(error) if isinstance(error, DataError) else _why(error, "answer")
+    told = f"{conversation.problem.verifier}: {method}: {why:.300}"
+    return told.encode(errors="backslashreplace").decode()
+
+
+def _why(error: BaseException, waited_for: str) -> str:
+    return f"no {waited_for} in time" if isinstance(error, _OverdueError) else repr(error)
+
+
 def _value_of(answer: EnvironmentAnswer, method: str) -> Said | float:
     """Return what an environment said, or its reward. Raises DataError for anything else."""
     if answer.error is None:
         return checked(method, answer.value)
-    waited_for = "call" if method == "run" else "answer"
-    raise DataError(f"no {waited_for} in time" if isinstance(answer.error, _OverdueError) else repr(answer.error))
+    raise DataError(_why(answer.error, "call" if method == "run" else "answer"))
 
 
 async def _bounded(coroutine: Callable[[], Awaitable[object]], timeout_s: float | None) -> object:
@@ -393,10 +433,7 @@ def _cancel(loop: asyncio.AbstractEventLoop) -> list[asyncio.Task[Any]]:
     return [task for task in tasks if task.cancel()]
 
 
-def _close(loop: asyncio.AbstractEventLoop, environment: Environment | Agent | None, timeout_s: float) -> None:
-    with contextlib.suppress(BaseException):  # code of others; the conversation is over, whatever it does
-        if close := getattr(environment, "close", None):
-            loop.run_until_complete(_bounded(close, timeout_s))
+def _end_loop(loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
     with contextlib.suppress(BaseException):
         if tasks := _cancel(loop):
             loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout_s))

@@ -310,6 +310,19 @@ class Waits(Talks):
         return 1.0
 
 
+class Blocks(Talks):
+    """Makes no call, and holds its thread until it may go on."""
+
+    closed: ClassVar[list[int]] = []
+    runs: ClassVar[threading.Event] = threading.Event()
+    goes_on: ClassVar[threading.Event] = threading.Event()
+
+    async def act(self) -> float:
+        self.runs.set()
+        self.goes_on.wait()
+        return 1.0
+
+
 class AsksNothing(Talks):
     async def act(self) -> float:
         return 1.0

@@ -199,6 +199,36 @@ class RaisesWhatRaises(Talks):
         raise self.UntoldError
 
 
+class RaisesAtTheEnd(Talks):
+    async def close(self) -> None:
+        raise OSError("its container is still there")
+
+
+class ExitsAtTheEnd(Talks):
+    async def close(self) -> None:
+        sys.exit(3)
+
+
+class RaisesWhatRaisesAtTheEnd(Talks):
+    async def close(self) -> None:
+        raise RaisesWhatRaises.UntoldError
+
+
+class HangsAtTheEnd(Talks):
+    async def close(self) -> None:
+        await asyncio.sleep(1e6)
+
+
+class BlocksAtTheEnd(Talks):
+    async def close(self) -> None:
+        released.wait()
+
+
+class EndsWithoutAsync(Talks):
+    def close(self) -> None:  # type: ignore[override]
+        self.closed.append(self.problem.index)
+
+
 class NotAsync:
     def start(self, problem: Problem) -> str:
         return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -339,6 +340,48 @@ def test_where_no_further_thread_can_be_started_one_conversation_fails(
     kept = [p for p in problems if request(p.index).request_id in others]
     assert differing(kept, [t for t in found if not t.failure], tokenizer) == 0
     assert no_thread_is_left()
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("RaisesAtTheEnd", ["OSError('its container is still there')"]),
+        ("ExitsAtTheEnd", ["RuntimeError('SystemExit(3)')"]),
+        ("RaisesWhatRaisesAtTheEnd", ["UntoldError"]),
+        ("HangsAtTheEnd", ["no answer in time"]),
+        ("BlocksAtTheEnd", ["no answer in time"]),
+        ("EndsWithoutAsync", []),
+    ],
+)
+def test_an_environment_that_is_not_released_is_told(
+    kind: str, why: list[str], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """It costs nothing else: the conversation is whole, and so are others."""
+    told: list[str] = []
+    environments.Talks.closed.clear()
+    problems = [problem(0), problem(1, kind), problem(2)]
+    kept = cast("Any", partial(Conversations, unreleased=told.append))
+    assert differing(problems, rollout(problems, tokenizer, timeout_s=3.0, kind=kept), tokenizer) == 0
+    assert told == [f"{HERE}:{kind}: close: {one}" for one in why]
+    assert {*environments.Talks.closed} == ({0, 2} if why else {0, 1, 2})
+    environments.released.set()
+    assert no_thread_is_left()
+
+
+def test_where_no_thread_can_be_started_to_release_an_environment_that_is_told(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, told = threading.Thread.start, list[str]()
+
+    def limited(thread: threading.Thread) -> None:
+        if "_close" in repr(vars(thread).get("_target")):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    kept = cast("Any", partial(Conversations, unreleased=told.append))
+    assert differing([problem(0)], rollout([problem(0)], tokenizer, kind=kept), tokenizer) == 0
+    assert told == [f'{HERE}:Talks: close: RuntimeError("can\'t start new thread")']
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -49,3 +50,32 @@ def test_an_agent_that_is_dropped_ends_though_it_makes_no_call(when: str, monkey
     for thread in [t for t in threading.enumerate() if t.name == "environment"]:
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_an_agent_that_is_dropped_when_it_has_just_ended_is_released() -> None:
+    """Its cancellation finds nothing but `close`, which it must not end."""
+    agents.Blocks.runs.clear()
+    agents.Blocks.goes_on.clear()
+    agents.Blocks.closed.clear()
+    told: list[str] = []
+    with Conversations(
+        *([request(0)], [problem(0, "Blocks")], TOKENIZER),
+        timeout_s=60,
+        max_prompt_tokens=LONGEST,
+        unreleased=told.append,
+    ) as open_:
+        one = open_._open["c0"]
+        one.lock = threading.RLock()  # type: ignore[assignment]
+        open_.ask("c0", None, lambda answer: None)
+        assert agents.Blocks.runs.wait(60)
+        assert one.loop is not None
+        with one.lock:  # for which its thread waits when `run` is over
+            agents.Blocks.goes_on.set()
+            until = time.monotonic() + 60
+            while one.loop.is_running():
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            open_.drop("c0")
+        for thread in [t for t in threading.enumerate() if t.name == "environment"]:
+            thread.join(60)
+    assert (agents.Blocks.closed, told) == ([0], [])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
 from specactor import measurements
 from specactor.config import AlgorithmConfig, EvalConfig, RolloutConfig
 from specactor.errors import DataError
+from specactor.progress import Progress
 from specactor.rollout.collector import RolloutCollector
 from specactor.types import Problem, Trajectory
 
@@ -117,3 +120,24 @@ def test_a_response_whose_verifier_failed_does_not_count_in_an_evaluation(monkey
     assert [note for note in collector.notes if note.startswith("held-out")] == [told, told]
     collector._generate_all = lambda *args, **kwargs: [replace(t, failure=judge) for t in given]  # type: ignore[method-assign]
     assert measurements.of_evaluation({"eval": collector._evaluated(PROBLEMS)}) == {}
+
+
+def test_what_was_not_released_is_told_once_with_its_number() -> None:
+    """Of all ranks, also what comes after the rollout. Wrong before: nothing was said."""
+    collector, out = Collector(), io.StringIO()
+    collector.progress = Progress(1, console=Console(file=out, width=200))
+    collector.pool = collector.drafters = cast("Any", SimpleNamespace(work=lambda **_: {}))
+    collector.host, collector._drafters_woken, collector._groups_moved = "here", 0, 0
+    collector.collective = cast(
+        "Any", SimpleNamespace(together=lambda _, work: work(), gather=lambda value, kind: [value, value])
+    )
+    collector._unreleased = ["mine:Tool: close: OSError('busy')", "mine:Tool: close: no answer in time"]
+    collector.take_stats()
+    collector.take_stats()
+    collector._unreleased.append("mine:Tool: close: KeyError(3)")
+    collector.take_stats()
+    assert [line.partition("] ")[2] for line in out.getvalue().splitlines()] == [
+        "environments: `close` failed 4 times, so what they hold may be left; the first: mine:Tool: close: "
+        "OSError('busy')",
+        "environments: `close` failed 2 times, so what they hold may be left; the first: mine:Tool: close: KeyError(3)",
+    ]
