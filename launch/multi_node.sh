@@ -10,6 +10,7 @@
 #   RUN_ID     name of the meeting; default: specactor. Two runs on the same HEAD need two names
 #   MAX_RESTARTS  times that this node starts torchrun again after a failure; default 0. Use it with --resume auto. They
 #              are counted anew after a start that lasted FORGIVE_S seconds (43200: half a day)
+#   HEAD_S     seconds that this node tries to reach HEAD at the first start; default 60 (600 when it is started again)
 #
 # The run folder (--output-dir) and the model must lie on a file system that all nodes share.
 # A node that dies or is cut off ends the run on all nodes within a minute. With MAX_RESTARTS the others wait for it in
@@ -43,8 +44,15 @@ child= pauses= signal=
 ask_to_end() {
     signal=USR1
     if [[ -n $pauses ]]; then return 0; fi
-    # Again and again: ranks that are only starting do not heed it yet.
-    while pkill -USR1 -P "$child"; kill -0 "$child"; do sleep 5; done &>/dev/null &
+    # Again and again: ranks that are only starting do not heed it yet. They are torchrun's children; images may have no
+    # pkill, and kernels no /proc/PID/task/TID/children.
+    while
+        for rank in $(grep -lsx "PPid:.$child" /proc/[0-9]*/status); do
+            rank=${rank#/proc/}
+            kill -USR1 "${rank%/status}"
+        done
+        kill -0 "$child"
+    do sleep 5; done &>/dev/null &
 }
 trap 'signal=TERM; kill -TERM "$child" 2>/dev/null || true' TERM
 trap 'signal=INT; kill -INT "$child" 2>/dev/null || true' INT
@@ -54,7 +62,7 @@ python3 "$root/launch/head_port.py" "$HEAD" || [[ $? != 3 ]] || exit 1
 
 # Each start is a whole new torchrun: its own --max-restarts would keep a store, and where that host dies, nothing.
 restarts=${MAX_RESTARTS:-0}
-head_s=60 # how long torchrun tries to reach HEAD; when it is started again, that node may have to start, too
+head_s=${HEAD_S:-60} # how long torchrun tries to reach HEAD; when it is started again, that node may have to start, too
 for ((left = restarts; ; left--)); do
     began=$SECONDS
     (

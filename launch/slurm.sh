@@ -24,7 +24,9 @@
 # sbatch --dependency=singleton: each job begins when the one before has ended, and goes on from its last checkpoint.
 # 600 s before its --time (give more if a step takes longer: sbatch --signal=USR1@3600) Slurm sends SIGUSR1 to all of the
 # job: the run ends after the step it is in, with a checkpoint. So it does after scancel --signal=USR1 JOB, and at a
-# pre-emption where PreemptParameters has send_user_signal; else steps after the last checkpoint are run again.
+# pre-emption with a GraceTime where PreemptParameters has send_user_signal (in Slurm 22.05 SlurmctldParameters has
+# preempt_send_user_signal); else steps after the last checkpoint are run again. Slurm requeues a pre-empted job that
+# still runs when its GraceTime is over; one that ended before is requeued by this script.
 #
 # One torchrun per node starts one rank per GPU; the ranks meet at the job's first node (see launch/multi_node.sh).
 # The job id names the meeting, so jobs that share a node do not mix. After a failure the nodes meet again, MAX_RESTARTS
@@ -54,4 +56,25 @@ if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
     export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since Slurm 22.05 srun does not take it from sbatch
 fi
 
-exec srun --kill-on-bad-exit=1 --wait=60 "$root/launch/multi_node.sh" "$1" --resume auto "${@:2}"
+set -m # srun in a process group of its own: in this shell's, a background process would ignore SIGINT
+child= signal=
+pass_on() {
+    signal=$1
+    kill -s "$1" "$child" 2>/dev/null || true
+}
+trap 'pass_on TERM' TERM
+trap 'pass_on INT' INT
+trap 'pass_on USR1' USR1
+srun --kill-on-bad-exit=1 --wait=60 "$root/launch/multi_node.sh" "$1" --resume auto "${@:2}" &
+child=$!
+if [[ -n $signal ]]; then pass_on "$signal"; fi # one that came before there was a child
+while code=0; wait "$child" || code=$?; kill -0 "$child" 2>/dev/null; do :; done
+
+# A job that ends in its GraceTime is over for Slurm, with any exit code. PreemptTime is None, or missing, where nothing
+# pre-empted it, and anew after a requeue; a run that was done ends again at once. Who sends TERM or INT wants no more.
+if [[ $signal != TERM && $signal != INT ]] &&
+    [[ $(SLURM_TIME_FORMAT=standard scontrol show job "$SLURM_JOB_ID") =~ PreemptTime=[0-9] ]]; then
+    echo "specactor: job $SLURM_JOB_ID was pre-empted: it is requeued, and goes on from its last checkpoint" >&2
+    scontrol requeue "$SLURM_JOB_ID" || true
+fi
+exit "$code"

@@ -192,6 +192,9 @@ def test_the_multi_node_script_starts_again_after_a_failure(tmp_path: Path) -> N
     assert run_script("multi_node.sh", tmp_path, "quickstart", **job, MAX_RESTARTS="9").returncode == 0
     assert re.findall(r"read_timeout=(\d+)", starts.read_text()) == ["60", "600", "60"], "others may start again, too"
     starts.unlink()
+    run_script("multi_node.sh", tmp_path, "quickstart", **job, HEAD_S="300")
+    assert "read_timeout=300" in starts.read_text(), "a node may come long after another one"
+    starts.unlink()
     done = run_script("multi_node.sh", tmp_path, "quickstart", **job, MAX_RESTARTS="1", FORGIVE_S="0")
     assert done.returncode == 0, "each start lasted long enough"
 
@@ -262,7 +265,8 @@ def test_a_port_of_head_that_another_program_holds_is_told_at_once(tmp_path: Pat
 @pytest.mark.parametrize("who", ["everyone", "the script", "the script, early"])
 def test_a_run_that_is_asked_to_end_is_not_killed_by_the_signal(tmp_path: Path, who: str) -> None:
     """Slurm sends SIGUSR1 to every process of a job: the script, torchrun, ranks, and what they start; a person sends
-    it to the script. It is not lost where ranks have only begun to start, either."""
+    it to the script. It is not lost where ranks have only begun to start, either, or an image has no pkill."""
+    fake(tmp_path / "bin", "pkill", "exit 127")
     other = "import time; time.sleep(1)"
     ready, early = f"open({str(tmp_path / 'ready')!r}, 'w').close()", who.endswith("early")
     rank = f"""import os, runpy, signal, subprocess, sys, time
@@ -290,30 +294,81 @@ print("asked to end")"""
     assert (script.returncode, "asked to end" in said) == (0, True)
 
 
+SLURM = {
+    "SLURM_JOB_ID": "1042",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_NODELIST": "node[7-8]",
+    "SLURM_SUBMIT_DIR": str(LAUNCH.parent),
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_CPUS_PER_TASK": "96",
+}
+
+
 def test_the_slurm_script_starts_every_node(tmp_path: Path) -> None:
     fake(tmp_path / "bin", "torchrun", 'echo "$@"')
     fake(tmp_path / "bin", "scontrol", "printf 'node7\\nnode8\\n'")
     srun = 'echo "CPUs of a task: $SRUN_CPUS_PER_TASK"; while [[ $1 == --* ]]; do shift; done; exec "$@"'
     fake(tmp_path / "bin", "srun", srun)
-    slurm = {
-        "SLURM_JOB_ID": "1042",
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_NODELIST": "node[7-8]",
-        "SLURM_SUBMIT_DIR": str(LAUNCH.parent),
-        "SLURM_GPUS_ON_NODE": "8",
-        "SLURM_CPUS_PER_TASK": "96",
-    }
-    done = run_script("slurm.sh", tmp_path, "qwen3_8b", **slurm)
+    done = run_script("slurm.sh", tmp_path, "qwen3_8b", **SLURM)
     assert done.returncode == 0, done.stderr
     assert "--nnodes 2 --nproc-per-node 8" in done.stdout
     assert "CPUs of a task: 96\n" in done.stdout, "since Slurm 22.05 srun has one where the script says no more"
     assert "--rdzv-endpoint node7:29542 --rdzv-conf read_timeout=60 --rdzv-id 1042" in done.stdout
     assert done.stdout.strip().endswith("qwen3_8b --resume auto")
-    own = run_script("slurm.sh", tmp_path, "qwen3_8b", "--resume", "PATH", **slurm)
+    own = run_script("slurm.sh", tmp_path, "qwen3_8b", "--resume", "PATH", **SLURM)
     assert own.stdout.strip().endswith("qwen3_8b --resume auto --resume PATH"), "the last one holds"
     assert run_script("slurm.sh", tmp_path, "qwen3_8b").returncode != 0
     asked = re.findall(r"^#SBATCH (--\S+)", (LAUNCH / "slurm.sh").read_text(), re.MULTILINE)
     assert "--mem=0" in asked, "all of a node's, which --exclusive does not give"
+
+
+def fake_scontrol(tmp_path: Path, preempted: str) -> None:
+    """It answers as Slurm 22.05 and newer do, and notes which jobs are requeued."""
+    times = f"EndTime=2026-11-29T10:00:00 Deadline=N/A\\n   PreemptEligibleTime=2026-11-28T10:00:00{preempted}"
+    answers = f"""case "$*" in
+        "show hostnames "*) printf 'node7\\nnode8\\n' ;;
+        "show job 1042") printf 'JobId=1042 JobName=specactor\\n   {times}\\n   SuspendTime=None\\n' ;;
+        *) echo "$*" >> {tmp_path}/asked ;;
+        esac"""
+    fake(tmp_path / "bin", "scontrol", answers)
+
+
+def requeued(tmp_path: Path) -> bool:
+    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+    assert asked in ("", "requeue 1042\n")
+    return bool(asked)
+
+
+@pytest.mark.parametrize("code", [0, 7])
+@pytest.mark.parametrize("preempted", ["", " PreemptTime=None", " PreemptTime=2026-11-28T11:30:00"])
+def test_a_preempted_job_that_ended_in_its_grace_time_is_requeued(tmp_path: Path, preempted: str, code: int) -> None:
+    """For Slurm it is over, as one that nothing pre-empted. The exit code is srun's."""
+    fake_scontrol(tmp_path, preempted)
+    fake(tmp_path / "bin", "srun", f"exit {code}")
+    done = run_script("slurm.sh", tmp_path, "qwen3_8b", **SLURM)
+    said = "specactor: job 1042 was pre-empted: it is requeued, and goes on from its last checkpoint\n"
+    expected = (code, said, True) if preempted.endswith("00") else (code, "", False)
+    assert (done.returncode, done.stderr, requeued(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_the_slurm_script_reaches_srun(tmp_path: Path, number: signal.Signals) -> None:
+    """Its end is waited for. A job that is cancelled in its grace time is not requeued."""
+    fake_scontrol(tmp_path, " PreemptTime=2026-11-28T11:30:00")
+    srun = f"""for each in TERM INT USR1; do trap "sleep 0.3; echo $each > {tmp_path}/said; exit 9" $each; done
+        touch {tmp_path}/ready; while :; do sleep 0.05; done"""
+    fake(tmp_path / "bin", "srun", srun)
+    # What was started in the background ignores SIGINT, and so would all that it starts.
+    command = ["env", "--default-signal=INT", "bash", str(LAUNCH / "slurm.sh"), "qwen3_8b"]
+    script = subprocess.Popen(command, env=SLURM | {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"})
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    script.send_signal(number)
+    assert script.wait(60) == 9
+    assert (tmp_path / "said").read_text() == f"{number.name.removeprefix('SIG')}\n"
+    assert requeued(tmp_path) is (number is signal.SIGUSR1)
 
 
 JOBSET = json.loads((Path(__file__).parent / "lib" / "jobset.schema.json").read_text())
@@ -343,6 +398,7 @@ def disagreements(made: dict[str, Any]) -> list[str]:
         "command": (LAUNCH.parent / container["command"][0]).exists(),
         "recipe": container["args"][0] in recipes(),
         "resumes": "--resume=auto" in container["args"],
+        "late": int(variables["HEAD_S"]) >= 600,  # a pod that does not find the first one fails all
     }
     return [rule for rule, holds in rules.items() if not holds]
 

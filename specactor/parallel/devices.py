@@ -147,22 +147,29 @@ CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 def free_memory_bytes() -> int:
     """Return what may still be taken of the machine's memory, or of a container's or job's where that is less."""
     free = int(psutil.virtual_memory().available)
-    for group, limit in _memory_limits():
-        used = int((group / "memory.current").read_text())
-        pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        free = min(free, limit - used + int(pages["active_file"]) + int(pages["inactive_file"]))  # caches go
-    return max(0, free)
+    return max(0, min([free, *(left for _, left in _memory_limits())]))
 
 
 def _memory_bytes() -> int:
-    return min([int(psutil.virtual_memory().total), *(limit for _, limit in _memory_limits())])
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _memory_limits())])
 
 
-def _memory_limits() -> list[tuple[Path, int]]:
-    """Return this process's control groups that have a limit, with its bytes."""
+def _memory_limits() -> list[tuple[int, int]]:
+    """Return the limits of this process's control groups that have one, each with what may still be taken; bytes."""
     found = []
-    own = CGROUPS / (OWN_CGROUP.read_text().strip().rpartition("::/")[2] if OWN_CGROUP.exists() else "")
-    for group in (own, *own.parents):
-        with contextlib.suppress(OSError, ValueError):  # no group, or "max"
-            found.append((group, int((group / "memory.max").read_text())))
+    for line in OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            root, names, hierarchy = CGROUPS, ("memory.max", "memory.current"), ""
+        elif "memory" in controllers.split(","):  # version 1, as with Slurm's cgroup/v1
+            root, names, hierarchy = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
+        else:
+            continue
+        own = root / path.lstrip("/")
+        for group in (own, *own.parents):  # in a container its own group may be the root
+            with contextlib.suppress(OSError, ValueError):  # no group, or "max"
+                limit, used = (int((group / name).read_text()) for name in names)
+                pages = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                caches = sum(int(pages[f"{hierarchy}{kind}_file"]) for kind in ("active", "inactive"))  # they go
+                found.append((limit, limit - used + caches))
     return found

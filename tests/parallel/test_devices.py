@@ -51,6 +51,29 @@ def test_a_container_or_job_has_less_free_memory_than_its_machine(
     assert devices.free_memory_bytes() == 0
 
 
+def test_a_limit_of_control_groups_of_version_1_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a Slurm job on a cluster with cgroup/v1. The machine has a limit there, too, that is none."""
+    monkeypatch.setattr(devices, "CGROUPS", tmp_path)
+    monkeypatch.setattr(devices, "OWN_CGROUP", tmp_path / "own")
+    (tmp_path / "own").write_text("4:memory:/slurm/job_7\n3:cpu,cpuacct:/\n0::/\n")
+
+    def group(name: str, limit: int, used: int) -> None:
+        folder = tmp_path / "memory" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+        stat = "active_file 1\ninactive_file 1\ntotal_active_file 30\ntotal_inactive_file 12\n"
+        (folder / "memory.stat").write_text(stat)
+
+    group("", 9223372036854771712, 900)
+    assert devices.free_memory_bytes() > 2**20
+    assert devices._memory_bytes() == psutil.virtual_memory().total
+    group("slurm/job_7", 1000, 400)
+    assert (devices.free_memory_bytes(), devices._memory_bytes()) == (642, 1000)
+    group("", 500, 400)
+    assert (devices.free_memory_bytes(), devices._memory_bytes()) == (142, 500), "a container sees its own as the root"
+
+
 def test_free_pages_between_used_ones_go_back() -> None:
     process, size = psutil.Process(), 2**16  # too small to be mapped alone
     every = [ctypes.create_string_buffer(size) for _ in range(2000)]
