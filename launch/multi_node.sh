@@ -10,7 +10,7 @@
 #   RUN_ID     name of the meeting; default: specactor. Two runs on the same HEAD need two names
 #   MAX_RESTARTS  times that this node starts torchrun again after a failure; default 0. Use it with --resume auto. They
 #              are counted anew after a start that lasted FORGIVE_S seconds (43200: half a day)
-#   HEAD_S     seconds that this node tries to reach HEAD at the first start; default 60 (600 when it is started again)
+#   HEAD_S     seconds that this node tries to reach HEAD at the first start; default 60 (600 at least when it is started again)
 #
 # The run folder (--output-dir) and the model must lie on a file system that all nodes share.
 # A node that dies or is cut off ends the run on all nodes within a minute. With MAX_RESTARTS the others wait for it in
@@ -83,7 +83,7 @@ for ((left = restarts; ; left--)); do
     if ((SECONDS - began >= ${FORGIVE_S:-43200})); then left=$restarts; fi # no loop of crashes
     if [[ $code == 0 || -n $signal || $left -le 0 ]]; then exit "$code"; fi
     echo "specactor: $(hostname): torchrun ended with $code and is started again, $left times at most" >&2
-    head_s=600
+    head_s=$((head_s > 600 ? head_s : 600))
     pauses=1
     sleep 20 & # until other hosts' ranks have ended as well (failure.py): their launcher refuses whoever comes before
     child=$!

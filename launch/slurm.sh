@@ -74,7 +74,8 @@ while code=0; wait "$child" || code=$?; kill -0 "$child" 2>/dev/null; do :; done
 # pre-empted it, and anew after a requeue; a run that was done ends again at once. Who sends TERM or INT wants no more.
 if [[ $signal != TERM && $signal != INT ]] &&
     [[ $(SLURM_TIME_FORMAT=standard scontrol show job "$SLURM_JOB_ID") =~ PreemptTime=[0-9] ]]; then
-    echo "specactor: job $SLURM_JOB_ID was pre-empted: it is requeued, and goes on from its last checkpoint" >&2
+    # Said before: a requeue ends this script, too.
+    echo "specactor: job $SLURM_JOB_ID was pre-empted: Slurm is asked to requeue it; it goes on from its checkpoint" >&2
     scontrol requeue "$SLURM_JOB_ID" || true
 fi
 exit "$code"

@@ -185,11 +185,11 @@ def test_the_doctor_takes_all_that_a_run_takes(rows: Path) -> None:
         (("quickstart_plain", *AUTO, "sufix"), "got 'sufix', expected suffix, previous"),
         (
             ("quickstart_plain", *AUTO, "model", *DRAFT, "none"),
-            "draft_model: got 'none', expected the folder of a Hugging",
+            "draft_model: got 'none', expected a folder with config.json",
         ),
         (
             ("quickstart_plain", *AUTO, "decoupled", *DRAFT, "none", "--parallel.drafters", "1"),
-            "draft_model: got 'none', expected the folder of a Hugging",
+            "draft_model: got 'none', expected a folder with config.json",
         ),
         ((*OWN, "--eval.problems", "0", "--model.path", "llama"), "model: "),
         (

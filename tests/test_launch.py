@@ -195,6 +195,9 @@ def test_the_multi_node_script_starts_again_after_a_failure(tmp_path: Path) -> N
     run_script("multi_node.sh", tmp_path, "quickstart", **job, HEAD_S="300")
     assert "read_timeout=300" in starts.read_text(), "a node may come long after another one"
     starts.unlink()
+    run_script("multi_node.sh", tmp_path, "quickstart", **job, HEAD_S="900", MAX_RESTARTS="1")
+    assert re.findall(r"read_timeout=(\d+)", starts.read_text()) == ["900", "900"], "and again"
+    starts.unlink()
     done = run_script("multi_node.sh", tmp_path, "quickstart", **job, MAX_RESTARTS="1", FORGIVE_S="0")
     assert done.returncode == 0, "each start lasted long enough"
 
@@ -346,7 +349,7 @@ def test_a_preempted_job_that_ended_in_its_grace_time_is_requeued(tmp_path: Path
     fake_scontrol(tmp_path, preempted)
     fake(tmp_path / "bin", "srun", f"exit {code}")
     done = run_script("slurm.sh", tmp_path, "qwen3_8b", **SLURM)
-    said = "specactor: job 1042 was pre-empted: it is requeued, and goes on from its last checkpoint\n"
+    said = "specactor: job 1042 was pre-empted: Slurm is asked to requeue it; it goes on from its checkpoint\n"
     expected = (code, said, True) if preempted.endswith("00") else (code, "", False)
     assert (done.returncode, done.stderr, requeued(tmp_path)) == expected
 

@@ -51,8 +51,8 @@ def test_its_data_can_be_learned_from(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     problems, held_out = _problems(load(words.split()), load_tokenizer(tmp_path))
     assert [problem.prompt for problem in (*problems, *held_out["eval"])] == ["37=", "48="]
-    [drafters] = re.findall(r"^# (--rollout.speculation.drafters .*)$", code, re.MULTILINE)
-    drafting = load([*words.split(), *drafters.split(), "--rollout.speculation.mode", "coupled"])
+    [drafters] = re.findall(r"^# (--rollout.speculation.mode .*)$", code, re.MULTILINE)
+    drafting = load([*words.split(), *drafters.split()])
     check_drafters(drafting.rollout.speculation)
     with pytest.raises(DataError, match="prompt_template"):  # which a recipe of another task has
         _problems(load(["dapo", *words.split()[1:]]), load_tokenizer(tmp_path))

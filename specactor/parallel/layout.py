@@ -279,6 +279,12 @@ def reserved_tokens(rollout: RolloutConfig) -> int:
     return ENGINE_RESERVED_OF_INPUT - 1 if rollout.partial else ENGINE_RESERVED_TOKENS
 
 
+def pool_room(tokens: int, page: int) -> int:
+    """Return what a request may have of a pool of so many tokens. SGLang sets aside whole pages for the input, and one
+    more; where they are not there it would cut the response in silence."""
+    return tokens - 2 * (page - 1)
+
+
 def longest_prompt(config: Config, max_position: int) -> int:
     """Return the tokens that fit beside a response. Raises ConfigError for none."""
     limit, room = _smallest_room(config, max_position)
@@ -306,8 +312,9 @@ def _smallest_room(config: Config, max_position: int) -> tuple[str, int]:
         f"the model's context length {max_position}": max_position - reserved,
         "train.tokens_per_microbatch x parallel.context": config.train.tokens_per_microbatch * p.context - padding,
     }
-    if config.rollout.engine.max_total_tokens is not None:
-        rooms["rollout.engine.max_total_tokens"] = config.rollout.engine.max_total_tokens - reserved
+    if (pool := config.rollout.engine.max_total_tokens) is not None:
+        page = int(config.rollout.engine.extra_args.get("page_size", 1))
+        rooms["rollout.engine.max_total_tokens"] = pool_room(pool // page * page, page) - reserved
     return min(rooms.items(), key=lambda item: item[1])
 
 

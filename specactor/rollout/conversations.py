@@ -66,7 +66,7 @@ class _Conversation:
     lock: threading.Lock = field(default_factory=threading.Lock)
     busy: bool = False  # a thread has the loop
     abandoned: bool = False  # the thread that has the loop is to close it
-    is_closing: bool = False  # its `close` has not returned
+    is_closing: bool = False  # its `close` has not returned, and nobody has said so
 
 
 class Conversations(contextlib.AbstractContextManager["Conversations"]):
@@ -112,8 +112,7 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         until = time.monotonic() + self._patience_s
         for thread, conversation in self._closing:
             thread.join(max(0.0, until - time.monotonic()))
-            if conversation.is_closing:  # it blocks its thread
-                self._unreleased(_told(conversation, "close", _OverdueError()))
+            self._end_close(conversation, _OverdueError())  # where it blocks its thread
         if self._endpoint is not None:
             self._endpoint.close()
 
@@ -325,10 +324,17 @@ class Conversations(contextlib.AbstractContextManager["Conversations"]):
         try:
             if close is not None:
                 loop.run_until_complete(_bounded(closed, self._timeout_s))
+            self._end_close(conversation, None)
         except BaseException as error:  # code of others; the conversation is over, whatever it does
-            self._unreleased(_told(conversation, "close", error))
-        conversation.is_closing = False
+            self._end_close(conversation, error)
         _end_loop(loop, self._timeout_s)
+
+    def _end_close(self, conversation: _Conversation, error: BaseException | None) -> None:
+        """Tell how its `close` went, once."""
+        with conversation.lock:
+            is_first, conversation.is_closing = conversation.is_closing, False
+        if is_first and error is not None:
+            self._unreleased(_told(conversation, "close", error))
 
     def _go_on(self, conversation: _Conversation, said: Said) -> RolloutRequest | float:
         """Return the next turn; without room for one, the reward."""

@@ -92,7 +92,7 @@ def first_model(
     def recorded() -> Path | None:
         if resume is None and not folder.replay.exists():
             return None
-        known = (folder if resume is None else RunFolder(root=resume.parent.parent)).read_base()
+        known = (folder if resume is None else RunFolder(root=resume.resolve().parent.parent)).read_base()
         if known is not None and _architecture(known) == _architecture(start):
             return known
         if known is not None or config.warmup.solver:

@@ -93,6 +93,7 @@ class Run:
 def recorded(folder: Path) -> dict[str, Any]:
     with (
         patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.version, "cuda", None),  # the CUDA build has properties of real devices alone
         patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
         patch.object(device_memory, "in_use", lambda: 0),
         patch.object(SpecActor, "sync"),

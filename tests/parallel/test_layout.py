@@ -348,6 +348,15 @@ def test_a_prompt_must_fit_model_cache_and_micro_batch_beside_the_response(
     assert longest_text(run, 512) == min(512, kv or 512, microbatch - 1 + 2), "room for both, and what SGLang keeps"
 
 
+def test_whole_pages_leave_a_prompt_less_room() -> None:
+    """300 tokens are 18 pages of 16, and SGLang sets two aside but for a token of each."""
+    base = config()
+    engine = replace(base.rollout.engine, max_total_tokens=300, extra_args={"page_size": 16})
+    rollout = replace(base.rollout, max_new_tokens=64, engine=engine)
+    run = replace(base, rollout=rollout, train=replace(base.train, tokens_per_microbatch=8192))
+    assert longest_prompt(run, 512) == 288 - 2 * 15 - 2 - 64
+
+
 @pytest.mark.parametrize("kv", [None, 300])
 def test_a_response_that_may_go_on_later_has_less_room(kv: int | None) -> None:
     """SGLang takes 6 tokens less input than there is room, and at least one token is to follow."""

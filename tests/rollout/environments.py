@@ -222,6 +222,7 @@ class HangsAtTheEnd(Talks):
 class BlocksAtTheEnd(Talks):
     async def close(self) -> None:
         released.wait()
+        raise OSError("too late to be told again")
 
 
 class EndsWithoutAsync(Talks):

@@ -366,6 +366,7 @@ def test_an_environment_that_is_not_released_is_told(
     assert {*environments.Talks.closed} == ({0, 2} if why else {0, 1, 2})
     environments.released.set()
     assert no_thread_is_left()
+    assert len(told) == len(why), "once"
 
 
 def test_where_no_thread_can_be_started_to_release_an_environment_that_is_told(

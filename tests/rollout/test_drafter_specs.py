@@ -322,7 +322,7 @@ def test_engines_reach_the_drafters_of_all_hosts_with_the_keys_of_each(tmp_path:
 def test_a_draft_model_that_is_not_there(tmp_path: Path) -> None:
     made = config(tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"^rollout.speculation.draft_model: got .*, expected the folder of"):
+    with pytest.raises(ConfigError, match=r"^rollout.speculation.draft_model: got .*, expected a folder with"):
         make_specs(made, HOST, max_position=30, log_dir=tmp_path)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,6 +148,9 @@ def test_a_resume_with_other_settings_keeps_the_model_that_the_run_started_from(
     elsewhere = str(job.base / "elsewhere")
     assert job.start(*LONGER, "--output-dir", elsewhere, resume=checkpoint) == first
     assert job.start(*LONGER, "--output-dir", elsewhere, resume=Path(elsewhere, "a", "checkpoints", "step-1")) == first
+    checkpoint.mkdir(parents=True)
+    with chdir(checkpoint.parent):
+        assert job.start(*LONGER, resume=Path(checkpoint.name)) == first
     assert (job.made, job.told) == ([first], [])
     (job.base / "runs").rename(job.base / "moved")
     moved = job.base / "moved" / WARM_UPS / first.name

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from specactor.errors import EngineError
+from specactor.parallel.layout import pool_room
 from specactor.rollout import process_guard
 from specactor.rollout.resume import num_begun
 from specactor.rollout.sglang import rank_calls, responses
@@ -97,9 +98,8 @@ class Backend:
         )
         info = self._engine._scheduler_init_result.scheduler_infos[0]
         self.kv_tokens: int = info["max_total_num_tokens"]
-        # SGLang cuts responses in silence where whole pages for the input, and one more, leave less room.
         page = self._engine.server_args.resolved_dict()["page_size"] or 1
-        self.max_sequence_tokens = min(spec.context_length, self.kv_tokens - 2 * (page - 1)) - spec.reserved_tokens
+        self.max_sequence_tokens = min(spec.context_length, pool_room(self.kv_tokens, page)) - spec.reserved_tokens
         self.scheduler_pids: list[int] = list(self._engine.get_all_child_pids())
         self.loop = self._engine.loop
         self._num_calls = 0

@@ -42,9 +42,11 @@ class RankContext(EngineRank):
         self.tool_call_parser: str | None = scheduler.server_args.tool_call_parser
 
     def flush_cache(self) -> None:
-        """Do as `flushed`, or raise EngineError."""
+        """Do as `flushed` after an update of weights, and tell drafters, or raise EngineError."""
         if not self.flushed():
             raise EngineError("flush_cache: requests are still running. Abort them or wait for them first.")
+        if hasattr(self.draft_worker, "policy_changed"):  # SGLang's own algorithms' have it not
+            self.draft_worker.policy_changed()
 
     def flushed(self) -> bool:
         """Forget all keys and values, or return False while requests run."""
@@ -59,12 +61,10 @@ class RankContext(EngineRank):
         self._check(self._scheduler.weight_updater.begin_weight_update(BeginWeightUpdateReqInput(selector="target")))
 
     def end_weight_update(self) -> None:
-        """Bring parameters back into the layout that computes; drafters hear of it."""
+        """Bring parameters back into the layout that computes."""
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         self._check(self._scheduler.weight_updater.end_weight_update(EndWeightUpdateReqInput()))
-        if hasattr(self.draft_worker, "policy_changed"):  # SGLang's own algorithms' have it not
-            self.draft_worker.policy_changed()
 
     @staticmethod
     def _check(result: Any) -> None:

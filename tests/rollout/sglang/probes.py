@@ -110,19 +110,23 @@ def change_weights(context: Any, _: object) -> list[int]:
 
 @call
 def changes_told(context: Any, _: object) -> list[int]:
-    """Return how often drafters hear of another policy in a flush, and in an update of weights, which flushes, too."""
+    """Return how often drafters hear of another policy in a flush, and in an update of weights, which flushes, too:
+    first."""
     speculator, told = context.draft_worker.speculator, [0]
 
     def count() -> None:
+        assert not context.draft_worker._running
         told[-1] += 1
 
     speculator.policy_changed = count
-    context.flush_cache()
+    context.flushed()
     told.append(0)
+    context.draft_worker._running["left"] = None
+    context.draft_worker._close = context.draft_worker._running.pop
     context.begin_weight_update()
     context.end_weight_update()
     context.flush_cache()
-    del speculator.policy_changed
+    del speculator.policy_changed, context.draft_worker._close
     return told
 
 
