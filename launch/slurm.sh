@@ -25,8 +25,8 @@
 # 600 s before its --time (give more if a step takes longer: sbatch --signal=USR1@3600) Slurm sends SIGUSR1 to all of the
 # job: the run ends after the step it is in, with a checkpoint. So it does after scancel --signal=USR1 JOB, and at a
 # pre-emption with a GraceTime where PreemptParameters has send_user_signal (in Slurm 22.05 SlurmctldParameters has
-# preempt_send_user_signal); else steps after the last checkpoint are run again. Slurm requeues a pre-empted job that
-# still runs when its GraceTime is over; one that ended before is requeued by this script.
+# preempt_send_user_signal); else steps after the last checkpoint are run again. With PreemptMode=REQUEUE Slurm requeues
+# a pre-empted job that still runs when its GraceTime is over; one that ended before is requeued by this script.
 #
 # One torchrun per node starts one rank per GPU; the ranks meet at the job's first node (see launch/multi_node.sh).
 # The job id names the meeting, so jobs that share a node do not mix. After a failure the nodes meet again, MAX_RESTARTS

@@ -55,6 +55,7 @@ USUAL_NAMES = {
     "cp": "parallel.context",
     "n": "rollout.group_size",
     "val_kwargs.n": "eval.samples",
+    "eval.n": "eval.samples",
     "n_samples_per_prompt": "rollout.group_size",
     "num_generations": "rollout.group_size",
     "num_generations_per_prompt": "rollout.group_size",
@@ -442,12 +443,15 @@ def _unknown_key(token: str, config: Config) -> str:
 
 def _meaning(key: str, config: Config, value: str = "") -> str:
     """Return what to do in place of setting the unknown `key`."""
-    parts = key.split(".")
-    is_ours = any(name.startswith(f"{key.rpartition('.')[0]}.") for name in _keys(config))
+    parts, known = key.split("."), _keys(config)
+    above = key.rpartition(".")[0]
+    is_ours = any(name.startswith(f"{above}.") for name in known)
     for at in range(len(parts)):  # the longest end first: verl's n is of samples or of an evaluation's
         end = ".".join(parts[at:])
-        if end in USUAL_NAMES:
-            return _suggestion([USUAL_NAMES[end]], value)
+        usual = USUAL_NAMES.get(end, "")
+        beside = f"{above}.{usual.rpartition('.')[2]}"
+        if usual and (beside in known or "eval" not in parts or "eval" in usual.split(".")):
+            return _suggestion([beside if beside in known else usual], value)
         section = f"{parts[at]}.*" if at < len(parts) - 1 and not is_ours else ""
         if told := NO_SETTING.get(end) or NO_SETTING.get(section):
             return told

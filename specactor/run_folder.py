@@ -63,7 +63,7 @@ class RunFolder:
 
     def write_base(self, model: Path) -> None:
         """Record the model that the run starts from."""
-        self._replace(self.base, {"model": str(model.resolve())})  # it is read from other folders, too
+        self._replace(self.base, {"model": str(model.absolute())})  # it is read from other folders, too
 
     def read_base(self) -> Path | None:
         """Return the model that the run started from; None where no record says so, or nothing made it: then

@@ -224,6 +224,25 @@ def test_no_name_leads_to_a_setting_of_something_else(theirs: str, told: str) ->
         assert "two dashes" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("distillation.lr", "--distillation.learning-rate"),
+        ("algorithm.critic.lr", "--algorithm.critic.learning-rate"),
+        ("actor.optim.lr", "--train.learning-rate"),
+        ("eval.n", "--eval.samples"),
+    ],
+)
+def test_a_usual_name_in_a_section_of_ours_is_of_that_section(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Did you mean {meant}\?"):
+        load(["ppo", f"--{key}", "1"])
+
+
+def test_a_response_length_of_evaluations_leads_to_none_of_training() -> None:
+    with pytest.raises(ConfigError, match="See --help"):
+        load(["grpo", "--eval.max-response-length", "1"])
+
+
 def test_all_such_names_are_of_settings() -> None:
     keys = {*_keys(load(["ppo"]))}
     assert {*USUAL_NAMES.values()} <= keys

@@ -7,7 +7,7 @@ than a plain round, of the same distribution.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from specactor.config.rules import require, rules_of
 from specactor.config.speculation import INEXACT, SpeculationConfig
@@ -101,6 +101,14 @@ class EngineConfig:
         # Blackwell FlashInfer, which splits keys otherwise in graphs than without.
         return {"attention_backend": "triton" if gpu else "torch_native"} | self.attention
 
+    @property
+    def page_size(self) -> int:
+        """Return the tokens of a page of the KV cache."""
+        page: Any = {name.replace("-", "_"): value for name, value in self.extra_args.items()}.get("page_size", 1)
+        ok = isinstance(page, int) and page >= 1
+        require(ok, "rollout.engine.extra_args", f"page_size={page}", "a whole number >= 1", "Leave it out for 1.")
+        return int(page)
+
     def __post_init__(self) -> None:
         rule = rules_of(self, "rollout.engine")
         named = [name.replace("-", "_") for name in self.extra_args]
@@ -116,6 +124,7 @@ class EngineConfig:
             "another backend",
             "It splits a row's keys in CUDA graphs otherwise than without. Leave it out, or use triton.",
         )
+        _ = self.page_size  # which refuses what is none
         rule("max_running_requests", self.max_running_requests >= 1, ">= 1", "Use a positive number.")
         rule("memory_fraction", 0 < self.memory_fraction < 1, "between 0 and 1", "Use for example 0.5.")
         rule(

@@ -313,7 +313,7 @@ def _smallest_room(config: Config, max_position: int) -> tuple[str, int]:
         "train.tokens_per_microbatch x parallel.context": config.train.tokens_per_microbatch * p.context - padding,
     }
     if (pool := config.rollout.engine.max_total_tokens) is not None:
-        page = int(config.rollout.engine.extra_args.get("page_size", 1))
+        page = config.rollout.engine.page_size
         rooms["rollout.engine.max_total_tokens"] = pool_room(pool // page * page, page) - reserved
     return min(rooms.items(), key=lambda item: item[1])
 

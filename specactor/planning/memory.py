@@ -141,11 +141,15 @@ def of_job(
 
 def _pool(config: Config, left: float, models: Sequence[TransformerShape], states: float = 0.0) -> float:
     """Return what an engine rank's pool takes of what is left for it: all, or what so many tokens take."""
-    tokens, width = config.rollout.engine.max_total_tokens, BYTES[config.model.dtype]
-    tensor = config.parallel.engine_tensor
+    tokens = config.rollout.engine.max_total_tokens
+    return max(0.0, left if tokens is None else min(left, tokens * (_keys(config, models) + states)))
+
+
+def _keys(config: Config, models: Sequence[TransformerShape]) -> float:
+    """Return the bytes of a token's keys and values on an engine rank."""
+    tensor, width = config.parallel.engine_tensor, BYTES[config.model.dtype]
     # Ranks beyond the key-value heads have copies of them.
-    keys = sum(replace(of, param_bytes=width).kv_bytes_per_token / min(tensor, of.kv_heads) for of in models)
-    return max(0.0, left if tokens is None else min(left, tokens * (keys + states)))
+    return sum(replace(of, param_bytes=width).kv_bytes_per_token / min(tensor, of.kv_heads) for of in models)
 
 
 def _of_drafting(
@@ -159,12 +163,11 @@ def _of_drafting(
     # Their keys and values are in the same pool (`draft_runner`); weights are there before the pool is made.
     in_all = sum(draft.weights_bytes for draft in drafts) + (width * shape.mtp_params if mtp else 0)
     drafter = in_all / config.parallel.engine_tensor
-    # So are the hidden states that a head, or an MTP layer, reads.
+    # So are the hidden states that a head, or an MTP layer, reads: whole on each rank.
     states = width * (sum(draft.reads for draft in drafts) + mtp * shape.hidden)
     models = [replace(shape, layers=shape.layers + mtp), *drafts]
     pool = _pool(config, pool - drafter, models, states)
-    keys = sum(of.kv_bytes_per_token for of in models)
-    of_states = pool * states / (keys + states)
+    of_states = pool * states / (_keys(config, models) + states)
     taken = {"draft model" if drafts else "MTP layer": drafter, "keys and values": pool - of_states}
     if states:
         taken["hidden states"] = of_states

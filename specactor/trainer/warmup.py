@@ -92,7 +92,10 @@ def first_model(
     def recorded() -> Path | None:
         if resume is None and not folder.replay.exists():
             return None
-        known = (folder if resume is None else RunFolder(root=resume.resolve().parent.parent)).read_base()
+        source = folder
+        if resume is not None and resume.resolve().parent != folder.checkpoints.resolve():
+            source = RunFolder(root=resume.absolute().parent.parent)  # not resolved: it may be a link to another disk
+        known = source.read_base()
         if known is not None and _architecture(known) == _architecture(start):
             return known
         if known is not None or config.warmup.solver:

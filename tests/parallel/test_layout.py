@@ -355,6 +355,8 @@ def test_whole_pages_leave_a_prompt_less_room() -> None:
     rollout = replace(base.rollout, max_new_tokens=64, engine=engine)
     run = replace(base, rollout=rollout, train=replace(base.train, tokens_per_microbatch=8192))
     assert longest_prompt(run, 512) == 288 - 2 * 15 - 2 - 64
+    with pytest.raises(ConfigError, match="'page_size=0', expected a whole number >= 1"):
+        replace(engine, extra_args={"page-size": 0})
 
 
 @pytest.mark.parametrize("kv", [None, 300])

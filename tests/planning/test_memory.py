@@ -292,7 +292,8 @@ def test_a_head_is_counted_with_what_it_reads() -> None:
     states, pool = drafting["hidden states"]["rollout"], drafting["keys and values"]["rollout"]
     tensor = config.parallel.engine_tensor
     assert states + pool + head.weights_bytes / tensor == pytest.approx(alone["keys and values"]["rollout"])
-    assert states / pool == pytest.approx(2 * 3 * MOE.hidden / (MOE.kv_bytes_per_token + head.kv_bytes_per_token))
+    keys = (MOE.kv_bytes_per_token + head.kv_bytes_per_token) / tensor
+    assert states / pool == pytest.approx(2 * 3 * MOE.hidden / keys), "states are whole on each rank"
 
 
 @pytest.mark.parametrize(
@@ -343,7 +344,7 @@ def test_an_mtp_layer_is_counted_where_it_learns_and_where_it_drafts(tmp_path: P
     assert rows["MTP layer"]["rollout"] == pytest.approx(2 * own / engine)
     pool = rows["keys and values"]["rollout"] + rows["hidden states"]["rollout"]
     assert pool + rows["MTP layer"]["rollout"] == pytest.approx(learns.rows["keys and values"]["rollout"])
-    keys = 37 * 2 * 8 * 128 * 2
+    keys = 37 * 2 * 8 * 128 * 2 / engine
     assert rows["hidden states"]["rollout"] == pytest.approx(pool * states / (keys + states))
 
 

@@ -148,7 +148,12 @@ def test_a_resume_with_other_settings_keeps_the_model_that_the_run_started_from(
     elsewhere = str(job.base / "elsewhere")
     assert job.start(*LONGER, "--output-dir", elsewhere, resume=checkpoint) == first
     assert job.start(*LONGER, "--output-dir", elsewhere, resume=Path(elsewhere, "a", "checkpoints", "step-1")) == first
-    checkpoint.mkdir(parents=True)
+    linked = job.base / "another disk"
+    (linked / checkpoint.name).mkdir(parents=True)
+    checkpoint.parent.parent.mkdir(exist_ok=True)
+    checkpoint.parent.symlink_to(linked)
+    assert job.start(*LONGER, resume=checkpoint) == first
+    assert job.start(*LONGER, name="b", resume=checkpoint) == first
     with chdir(checkpoint.parent):
         assert job.start(*LONGER, resume=Path(checkpoint.name)) == first
     assert (job.made, job.told) == ([first], [])
