@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch._C._distributed_c10d import Store
@@ -57,7 +58,7 @@ from specactor.trainer.drafter.refresh import Distillation, left_behind
 from specactor.trainer.model import read_hf_config
 from specactor.trainer.policy import PolicyTrainer
 from specactor.trainer.shards import RankShards
-from specactor.trainer.warmup import first_model, initial_model, with_draft_model
+from specactor.trainer.warmup import first_model, initial_model, warmed_up_model, with_draft_model
 from specactor.weights_sync.sender import WeightSender
 
 
@@ -204,9 +205,8 @@ def _build(job: _Job, layout: Layout) -> SpecActor:
         train_data, eval_data = _problems(config, tokenizer, progress.note, collective)
         check_same_problems((train_data, *eval_data.values()), collective)
     with progress.phase("warm-up", announce=True):
-        base = first_model(
-            *(config, layout, start, train_data, tokenizer, collective, progress), folder=folder, resume=job.resume
-        )
+        warm_up = partial(warmed_up_model, config, layout, start, train_data, tokenizer, collective, progress)
+        base = first_model(config, warm_up, start, collective, progress, folder=folder, resume=job.resume)
         config = with_draft_model(config, base, train_data, tokenizer, collective, progress)
         job = replace(job, config=config)
         return_unused()  # the warm-up's trainer is gone
@@ -217,21 +217,20 @@ def _build(job: _Job, layout: Layout) -> SpecActor:
             lambda: PolicyTrainer(config, layout, base, critic=Critic.of(config, layout, base)),
             others=[("drafter start", drafters.wait_ready)],
         )
-    log_file = (folder.engines / f"verifiers-{collective.rank}.log").resolve()
-    grading = job.stack.enter_context(Grading(timeout_s=config.rollout.environment_timeout_s, log_file=str(log_file)))
+    most = model_shape(config).max_position
     rollouts = RolloutCollector(
         config,
         pool=pool,
         drafters=drafters,
-        grading=grading,
+        grading=_grading(job),
         collective=collective,
         tokenizer=tokenizer,
         train_data=train_data,
         eval_data=eval_data,
         progress=progress,
         host=job.members[collective.rank].machine,
-        max_prompt_tokens=longest_prompt(config, model_shape(config).max_position),
-        prompt_limit=prompt_limit(config, model_shape(config).max_position),
+        max_prompt_tokens=longest_prompt(config, most),
+        prompt_limit=prompt_limit(config, most),
         replace_lost=lambda: actor.sync(),
     )
     actor = SpecActor(
@@ -249,6 +248,12 @@ def _build(job: _Job, layout: Layout) -> SpecActor:
         audit=Audit(config, pool=pool, collective=collective, progress=progress),
     )
     return actor
+
+
+def _grading(job: _Job) -> Grading:
+    log_file = (job.folder.engines / f"verifiers-{job.collective.rank}.log").resolve()
+    timeout_s = job.config.rollout.environment_timeout_s
+    return job.stack.enter_context(Grading(timeout_s=timeout_s, log_file=str(log_file)))
 
 
 def _start_engines(job: _Job, start: Path) -> tuple[EnginePool, DrafterPool]:

@@ -104,10 +104,9 @@ class EngineConfig:
     @property
     def page_size(self) -> int:
         """Return the tokens of a page of the KV cache."""
-        page: Any = {name.replace("-", "_"): value for name, value in self.extra_args.items()}.get("page_size", 1)
-        ok = isinstance(page, int) and page >= 1
-        require(ok, "rollout.engine.extra_args", f"page_size={page}", "a whole number >= 1", "Leave it out for 1.")
-        return int(page)
+        named: dict[str, Any] = {name.replace("-", "_"): value for name, value in self.extra_args.items()}
+        page: int = named.get("page_size", 1)
+        return page
 
     def __post_init__(self) -> None:
         rule = rules_of(self, "rollout.engine")
@@ -124,7 +123,11 @@ class EngineConfig:
             "another backend",
             "It splits a row's keys in CUDA graphs otherwise than without. Leave it out, or use triton.",
         )
-        _ = self.page_size  # which refuses what is none
+        page = self.page_size
+        is_whole = isinstance(page, int) and page >= 1
+        require(
+            is_whole, "rollout.engine.extra_args", f"page_size={page}", "a whole number >= 1", "Leave it out for 1."
+        )
         rule("max_running_requests", self.max_running_requests >= 1, ">= 1", "Use a positive number.")
         rule("memory_fraction", 0 < self.memory_fraction < 1, "between 0 and 1", "Use for example 0.5.")
         rule(

@@ -76,10 +76,8 @@ def _is_made(folder: Path, collective: Collective) -> bool:
 
 def first_model(
     config: Config,
-    layout: Layout,
+    make: Callable[[], Path],
     start: Path,
-    problems: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
     collective: Collective,
     progress: Progress,
     *,
@@ -87,7 +85,7 @@ def first_model(
     resume: Path | None,
 ) -> Path:
     """Return the folder of the model that the run starts from, and record it; of a run that is resumed or replayed, the
-    recorded one, whatever settings make now. Collective."""
+    recorded one, whatever the settings of this start would `make` of the model in `start`. Collective."""
 
     def recorded() -> Path | None:
         if resume is None and not folder.replay.exists():
@@ -107,7 +105,7 @@ def first_model(
 
     base = collective.path_of_first("base model", recorded)
     if base is None:
-        base = warmed_up_model(config, layout, start, problems, tokenizer, collective, progress)
+        base = make()
     collective.together("base model", lambda: folder.write_base(base) if collective.rank == 0 else None)
     return base
 

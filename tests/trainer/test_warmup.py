@@ -113,8 +113,11 @@ class Job:
         problems, told = SimpleNamespace(digest=""), SimpleNamespace(note=self.told.append, count=lambda *_, **__: None)
         self.told.clear()
         layout = Layout(world=world, tensor=world, pipeline=1, context=1, expert=1, expert_tensor=1)
+        start, collective = self.base / of, One()
         return warmup.first_model(
-            *(config, layout, self.base / of, problems, None, One(), told),  # type: ignore[arg-type]
+            config,
+            lambda: warmup.warmed_up_model(config, layout, start, problems, None, collective, told),  # type: ignore[arg-type]
+            *(start, collective, told),  # type: ignore[arg-type]
             folder=RunFolder.of(config),
             resume=resume,
         )
